@@ -272,10 +272,10 @@ def test_a_run_that_completed_after_a_divergence_names_the_remedy_first(tmp_path
 def test_the_state_of_a_run_that_ended_after_a_divergence_says_so(state: State):
     """A red "✓ completed" contradicted itself."""
     source = make_survivor()
-    assert "had_diverged" not in MessageBuilder(source).build_snapshot().content["status"]
+    assert "end" not in MessageBuilder(source).build_snapshot().content["status"]
     source.end(state)
     assert name_state(source) == f"{state.value}, diverged"
-    assert MessageBuilder(source).build_snapshot().content["status"]["had_diverged"]
+    assert MessageBuilder(source).build_snapshot().content["status"]["end"] == "diverged"
     assert f">✕ {state.value}, diverged</strong>" in kept_picture.draw_kept_picture(source).page
     source.advance(60, loss=0.5)
     assert name_state(source) == state.value

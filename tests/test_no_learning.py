@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import dtkit
-from dtkit.dashboard import report
+from dtkit.dashboard import kept_picture, report
 from dtkit.dashboard.live.messages import MessageBuilder
+from dtkit.dashboard.summary.activity import name_state
 from dtkit.dashboard.summary.verdict import find_shown_verdict
 from dtkit.dashboard.text import run_text
 from dtkit.history.history import ROW_DTYPE, History
@@ -61,6 +62,9 @@ def test_a_loss_that_came_back_to_its_start_is_told_in_every_view(tmp_path):
     )
     assert found.text == text
     assert f"▲ {text}" in run_text.format_run(source)
+    assert name_state(source) == "completed, learned nothing"  # a green "✓ completed" contradicted it
+    assert ">▲ completed, learned nothing</strong>" in kept_picture.draw_kept_picture(source).page
+    assert MessageBuilder(source).build_snapshot().content["status"]["end"] == "learned nothing"
     assert MessageBuilder(source).build_snapshot().content["notices"][0] == {"kind": "unlearned", "text": text}
     report.write_report(source, tmp_path / "run.html")
     assert f'<p class="notice">{text}</p>' in (tmp_path / "run.html").read_text(encoding="utf-8")

@@ -409,7 +409,7 @@ def make_handler(source, *, fault_injection=True):
     [
         ("pause", None, "paused at step 412 on all nodes"),
         ("resume", None, "resumed at step 412 on all nodes"),
-        ("step", None, "step 411 taken on all nodes"),
+        ("step", None, "one step taken on all nodes"),
         ("stop", None, "stopped at step 412 on all nodes"),
         ("lr", 0.01, "learning rate 0.01 from step 412 on, on all nodes"),
     ],
@@ -429,7 +429,7 @@ def test_a_step_of_the_button_is_logged_and_those_of_code_are_not():
         handler, reports, reported = make_handler(run)
         handler.handle("step", None)
         assert reported.wait(60)
-        assert reports == [("effect", "step", "step 2 taken on all nodes")]
+        assert reports == [("effect", "step", "one step taken on all nodes")]
         assert [(event.step, event.text) for event in run.history.events] == [(3, "one step taken")]
 
 

@@ -58,8 +58,8 @@ def test_the_headline_has_the_best_of_each_metric(tmp_path):
         source.history.add(Evaluation(step, 100, {"loss": loss, "accuracy": accuracy}))
     page = write(source, tmp_path)
     cards = re.findall(r'<div class="card"><span>([^<]*)</span><b>([^<]*)</b><span>([^<]*)</span>', page)
-    assert ("validation loss", "0.600", "lowest, at step 20") in cards
-    assert ("validation accuracy", "0.800", "highest, at step 20") in cards
+    assert ("validation loss", "0.600", "lowest, at step 20; the last 0.700") in cards
+    assert ("validation accuracy", "0.800", "highest, at step 20; the last 0.750") in cards
     assert "prefers-color-scheme: dark" in page
     assert "<summary>the arithmetic</summary>" in page
 
@@ -250,7 +250,7 @@ def test_the_card_of_a_diverged_run_has_the_last_metric_with_the_best_below(tmp_
     source.advance(40)
     for step, accuracy in ((10, 0.7), (20, 0.8), (30, 0.6)):
         source.history.add(Evaluation(step, 100, {"accuracy": accuracy}))
-    assert read_cards(source, tmp_path)["validation accuracy"] == ("0.800", "highest, at step 20")
+    assert read_cards(source, tmp_path)["validation accuracy"] == ("0.800", "highest, at step 20; the last 0.600")
     source.advance(20, loss=500.0)
     assert read_cards(source, tmp_path)["validation accuracy"] == ("0.600", "the last; highest 0.800 at step 20")
 

@@ -17,6 +17,7 @@ from dtkit.dashboard.figures.panels import log, memory, tiles
 from dtkit.dashboard.figures.render import draw_card, encode_small_png, format_cards, get_css_width
 from dtkit.dashboard.figures.run_charts import draw_run_charts
 from dtkit.dashboard.figures.run_figure import draw_text, is_alert, list_notice_lines, list_title_parts
+from dtkit.dashboard.summary.activity import name_bad_end
 from dtkit.dashboard.summary.event_marks import describe_event_marks
 from dtkit.dashboard.summary.metrics import MEAN_LOSS
 from dtkit.dashboard.summary.notices import WELL_KINDS
@@ -115,7 +116,7 @@ def _iterate_head(run: RunView, shown: Sequence[Tile]) -> Iterator[str]:
     name, strategy, nodes, state, steps = list_title_parts(run)
     tone = _get_state_tone(run)
     chip = _style_words(tone, "margin-left: auto; padding: 0 12px; border: 1.5px solid; border-radius: 99px")
-    glyph = "✕" if tone == "bad" else STATE_GLYPHS.get(run.status.state, "")
+    glyph = "✕" if tone == "bad" else "▲" if name_bad_end(run) else STATE_GLYPHS.get(run.status.state, "")
     yield (
         '<div style="display: flex; flex-wrap: wrap; align-items: baseline; gap: 2px 10px">'
         f'<strong style="font-size: 1.3em">{_escape(name)}</strong>'
@@ -180,7 +181,7 @@ def _get_state_tone(run: RunView) -> str:
     if run.exception is not None or run.status.state is State.FAILED or "diverged" in list_title_parts(run)[3]:
         return "bad"
     if run.status.state is State.COMPLETED:
-        return "good"
+        return "" if name_bad_end(run) else "good"
     return "accent" if run.status.state is State.RUNNING else ""
 
 

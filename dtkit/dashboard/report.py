@@ -105,7 +105,7 @@ def _format_head(
     spec = run.spec
     notices = collect_notices(run)
     is_bad = run.exception is not None or any(notice.kind in ALERT_KINDS for notice in notices)
-    tone = "bad" if is_bad else "good" if run.status.state is State.COMPLETED else ""
+    tone = "bad" if is_bad else "good" if name_state(run) == State.COMPLETED.value else ""
     yield f'<h1>{escape(spec.name)} <span class="state {tone}">{escape(name_state(run))}</span></h1>'
     tags = "".join(f" · {tag}" for tag in spec.tags)
     nodes = formatting.format_count(spec.world_size, "node")

@@ -65,6 +65,8 @@ def _iterate_validation_cards(history: History) -> Iterator[tuple[str, str, str]
         last = next(e for e in reversed(history.evaluations) if e.values.get(name) is not None)
         if has_diverged and last.step != step:
             shown, note = formatting.format_loss(last.values[name]), f"the last; {word} {shown} at step {step:,}"
+        elif last.step != step:
+            note += f"; the last {formatting.format_loss(last.values[name])}"
         yield f"validation {name}", shown, note
 
 

@@ -107,7 +107,7 @@ def test_displays_stay_in_sync_and_keep_pictures(lab: Lab):
     second.get_by_test_id("waffle").get_by_role("option").nth(6).click()
     for view in (first, second):
         expect(view).to_have_attribute("data-step", "51", timeout=WAIT_MS)
-        expect(view.get_by_test_id("effect")).to_have_text("✓ step 50 taken on all nodes")
+        expect(view.get_by_test_id("effect")).to_have_text("✓ one step taken on all nodes")
         chart = view.get_by_test_id("loss-chart")
         chart.scroll_into_view_if_needed()  # a panel out of sight is drawn when it comes into sight
         expect(chart.locator("path.dtk-picked")).to_have_attribute("data-rank", "6")

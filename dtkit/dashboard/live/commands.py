@@ -149,7 +149,7 @@ def _describe_effect(command: str, value: float | None, step: int) -> str:
     if command == "lr":
         return f"learning rate {formatting.format_learning_rate(value)} from step {step:,} on, on all nodes"
     if command == "step":
-        return f"step {step - 1:,} taken on all nodes"  # steps count from 0, as in the charts
+        return "one step taken on all nodes"  # the head has their number
     effect = {"pause": "paused", "resume": "resumed", "stop": "stopped"}
     return f"{effect[command]} at step {step:,} on all nodes"
 

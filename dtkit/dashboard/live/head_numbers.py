@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from dtkit._util import formatting
 from dtkit.dashboard.live.evaluation_feed import replace_nonfinite
-from dtkit.dashboard.summary.activity import find_activity
+from dtkit.dashboard.summary.activity import find_activity, name_bad_end
 from dtkit.dashboard.summary.metrics import build_tiles, compute_epoch
 from dtkit.dashboard.summary.remedy import find_remedy
 from dtkit.dashboard.summary.stall import find_stall
-from dtkit.history.divergence import find_divergence, find_past_divergence
+from dtkit.history.divergence import find_divergence
 from dtkit.history.rate_jump import find_reference_rates
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def describe_head(run: RunView, status: Status, metrics: RunMetrics, lost_nodes:
             "activity": None if activity is None else dataclasses.asdict(activity),
             "remedy": find_remedy(run),
             "diverged": None if divergence is None else divergence.short,
-            **({"had_diverged": True} if _had_diverged(run, status) else {}),
+            **({"end": end} if (end := name_bad_end(run)) else {}),
             # A notice has the same text as a stall.
             "message": "" if find_stall(run) or status.state.has_ended else formatting.sanitize_text(status.message),
         },
@@ -47,11 +47,6 @@ def describe_head(run: RunView, status: Status, metrics: RunMetrics, lost_nodes:
         "tiles": [vars(tile) for tile in build_tiles(run, metrics)],
         "throughput": replace_nonfinite(metrics.throughput),
     }
-
-
-def _had_diverged(run: RunView, status: Status) -> bool:
-    """Return whether a run ended with a loss that had diverged, and is not back at its best."""
-    return status.state.has_ended and find_past_divergence(run.history) is not None
 
 
 def _describe_reference_rates(run: RunView) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from dtkit.dashboard.summary.stall import STUCK_GLYPH, find_stall, format_positi
 from dtkit.dashboard.summary.timing import format_nodes
 from dtkit.errors import NonFiniteError
 from dtkit.history.divergence import find_divergence, find_past_divergence
+from dtkit.history.no_learning import find_no_learning
 from dtkit.types import State
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def name_state(run: RunView) -> str:
 
     A run that an error paused has it: "paused, not finite" or "paused, error", as in the dashboard. Once such a
     run is stopped, it is "stopped, not finite". "completed, diverged" had diverged, and is not back at its best.
+    "completed, learned nothing" has a loss that is not below its first one.
     """
     status, error = run.status, run.exception
     if status.state is State.PAUSED and error is not None:
@@ -66,8 +68,17 @@ def name_state(run: RunView) -> str:
         return f"{status.state.value}, not finite"  # as before it was stopped or replaced
     if has_ended_well and find_divergence(run.history) is not None:
         return "diverged"
-    had_diverged = has_ended_well and find_past_divergence(run.history) is not None
-    return f"{status.state.value}, diverged" if had_diverged else status.state.value
+    end = name_bad_end(run) if has_ended_well else ""
+    return f"{status.state.value}, {end}" if end else status.state.value
+
+
+def name_bad_end(run: RunView) -> str:
+    """Return "diverged" for an ended run whose loss is not back at its best, "learned nothing", or an empty text."""
+    if not run.status.state.has_ended:
+        return ""
+    if find_past_divergence(run.history) is not None:
+        return "diverged"
+    return "" if find_no_learning(run.history) is None else "learned nothing"
 
 
 def read_state(run: object) -> str:

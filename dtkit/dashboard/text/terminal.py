@@ -28,6 +28,8 @@ _STATE_STYLES = {
     "completed, diverged": "bold red",
     "stopped, diverged": "bold red",
     "stopped, not finite": "bold red",
+    "completed, learned nothing": "bold yellow",
+    "stopped, learned nothing": "bold yellow",
 }
 _GLYPH_STYLES = {
     **{NOTICE_GLYPHS[kind]: "bold red" for kind in ALERT_KINDS},

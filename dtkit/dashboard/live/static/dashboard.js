@@ -111,6 +111,7 @@ function buildView(store, send) {
     if (!isWhole) drawHovered(store, panels.filter(isDrawn));
     if (!isWhole) rewriteTitles(panels.filter(isDrawn));
     setAttr(root, "data-state", store.lost ? "lost" : store.status.state);
+    setAttr(root, "data-warned", store.status.end === "learned nothing");
     setAttr(root, "data-stepping", Boolean(store.status.stepping) && !store.lost);
     setAttr(root, "data-bad", Boolean(store.error) || ["diverged", "differs", "mismatch"].some((kind) => store.notices.some((notice) => notice.kind === kind)));
     if (!isWhole) return;

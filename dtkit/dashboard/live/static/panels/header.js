@@ -6,15 +6,15 @@ import { isReady, LIVE } from "../store.js";
 
 export const STATE_GLYPH = { pending: "…", running: "▶", paused: "‖", completed: "✓", stopped: "■", failed: "✕" };
 
-/** Return the state in words. A run whose loss diverged says so, and the notice has the numbers; at its end that is its state, as name_state of summary/activity.py has it. */
+/** Return the state in words. A run whose loss diverged says so, and the notice has the numbers; at its end, what became of it is a part of its state, as name_state of summary/activity.py has it. */
 function describeState(store) {
-  const { status: { state, diverged, had_diverged: hadDiverged, stepping } } = store;
+  const { status: { state, diverged, end, stepping } } = store;
   if (store.lost) return "✕ kernel gone";
   if (isReady(store)) return "ready";
   if (store.error?.startsWith("NonFiniteError") && !["pending", "running"].includes(state)) return `✕ ${state}, not finite`;
   if (store.error && state === "paused") return "✕ paused, error";
   if (stepping && !diverged) return "▸| stepping"; // it pauses by itself
-  if (hadDiverged && state !== "failed") return `✕ ${state}, diverged`;
+  if (end && state !== "failed") return `${end === "diverged" ? "✕" : "▲"} ${state}, ${end}`;
   if (!diverged || state === "failed") return `${STATE_GLYPH[state] ?? ""} ${state}`;
   return LIVE.includes(state) ? `↗ ${state}, diverged` : "✕ diverged";
 }

@@ -144,11 +144,13 @@ def test_unread_evaluations_are_recorded_once_if_all_ranks_have_them(one_host: R
     history.add(Evaluation(4, 8, {"loss": 0.5}))
     mine, theirs, other = (4, {"loss": (2.0, 4.0)}), (2, {"loss": (4.0, 2.0)}), (2, {"hits": (4.0, 2.0)})
     left = {0: {4: mine, 8: mine, 12: mine, 16: mine}, 1: {4: theirs, 8: theirs, 16: other}}
-    assert one_host.record_unread_evaluations(left, [4, 8, 12, 16]) == [12, 16]
+    one_host.record_unread_evaluations(left, [4, 8, 12, 16], 20)
     assert [(e.step, e.samples, e.values) for e in history.evaluations] == [
         (4, 8, {"loss": 0.5}),
         (8, 6, {"loss": 1.0}),
     ]
+    note = (20, "note", "what evaluations found after these steps was lost: 12, 16")
+    assert [(e.step, e.kind, e.text) for e in history.events if e.kind == "note"] == [note]
 
 
 def make_recorder_after_four_steps(folder: Path) -> tuple[Recorder, History]:

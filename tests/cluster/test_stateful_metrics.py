@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -29,6 +30,22 @@ def make_metrics() -> dict[str, Any]:
         "auroc": kinds.MulticlassAUROC(3),  # it keeps all scores
         "accuracy": small.accuracy,
     }
+
+
+def test_engines_import_metrics_before_the_first_step(cluster2: dtkit.Cluster):
+    """An import of torchmetrics amid the run took seconds, and was a stall."""
+
+    def is_imported() -> bool:
+        return "tabnanny" in sys.modules  # a module that nothing else imports
+
+    def hits(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output.argmax(1) == target).float().mean()
+
+    hits.__module__ = "tabnanny"
+    assert cluster2.run(is_imported) == [False, False]
+    run = small.train(cluster2, metrics={"hits": hits}, validation=small.data(), start=False)
+    assert cluster2.run(is_imported) == [True, True]
+    run.stop()
 
 
 @pytest.mark.parametrize(

@@ -347,6 +347,38 @@ def test_the_table_of_runs_stays_sorted_by_a_click_or_a_key(page: Page, width: i
     assert table.locator("table").evaluate(_CUT_CELLS) == []
 
 
+@pytest.mark.parametrize("width", [400, 1400])  # narrow: a column for each run
+def test_sorted_runs_have_the_numbers_and_colors_of_their_lines(page: Page, width: int):
+    page.set_viewport_size({"width": width, "height": 900})
+    runs = [FakeSource(steps=400, seed=seed, name=name) for seed, name in enumerate("abc")]
+    for run, steps in zip(runs, (120, 40, 80), strict=True):
+        run.advance(steps)
+        run.spec = dataclasses.replace(
+            run.spec, settings=tuple((name, str(steps)) for name in ("lr", "warm-up", "seed"))
+        )
+    message = ComparisonMessageBuilder(dtkit.compare(*runs, sort_by="steps")).build_snapshot()
+    load_widget(page, str(ComparisonWidget._esm), message, "light")
+    for testid in ("runs-table", "settings-table"):
+        table = page.get_by_test_id(testid)
+        expect(table.locator(".dtk-run > span")).to_have_text(["2: b", "3: c", "1: a"])
+        looks = [str(line.get_attribute("class")) for line in table.locator(".dtk-run path").all()]
+        assert [re.findall(r"dtk-n(\d) dtk-dash(\d)", look) for look in looks] == [
+            [("1", "1")],
+            [("2", "2")],
+            [("0", "0")],
+        ]
+    table = page.get_by_test_id("runs-table")
+    assert table.locator("table").text_content().index("40") < table.locator("table").text_content().index("120")
+    head = table.locator("[aria-sort]").filter(has_text=re.compile("^run$"))
+    for names in (["1: a", "2: b", "3: c"], ["3: c", "2: b", "1: a"], ["2: b", "3: c", "1: a"]):  # then as written
+        head.get_by_role("button").click()
+        expect(table.locator(".dtk-run > span")).to_have_text(names)
+    labels = page.get_by_test_id("comparison-chart").locator(".dtk-labels g")
+    expect(labels).to_have_count(3)
+    hues = {label.locator("title").text_content(): label.inner_html() for label in labels.all()}
+    assert all(f"dtk-n{k}" in hues[name] for k, name in enumerate("abc"))
+
+
 @pytest.mark.parametrize("place", ["live view", "report"])
 def test_the_column_of_runs_sorts_by_their_numbers(page: Page, tmp_path: Path, place: str):
     """A live view sorted by names, and a report by numbers."""

@@ -170,11 +170,11 @@ function tableOf(read, { testid, label, isLegend, sorting }) {
 /** Return a table in the order that a person chose, with the numbers of its runs, and how to sort it. */
 function sortTable(table, sorting) {
   const column = table.header.indexOf(sorting?.name), values = new Map((table.values ?? []).map(([row, k, value]) => [`${row} ${k}`, value]));
-  const cells = table.rows.map((row, k) => ({ value: values.get(`${k} ${column}`), text: column ? row[column] ?? "" : `${k + 1}: ${row[0]}` })); // as it is shown, and as a report sorts it
-  const runs = sortCells(cells, column < 0 ? "none" : sorting.order), at = (row) => runs.indexOf(row);
+  const cells = table.rows.map((row, k) => ({ value: values.get(`${k} ${column}`), text: column ? row[column] ?? "" : `${table.runs[k] + 1}: ${row[0]}` })); // as it is shown, and as a report sorts it
+  const places = sortCells(cells, column < 0 ? "none" : sorting.order), at = (row) => places.indexOf(row), runs = sorting ? places.map((k) => table.runs[k]) : table.runs;
   return {
     ...table,
-    rows: runs.map((run) => table.rows[run]),
+    rows: places.map((k) => table.rows[k]),
     bold: table.bold.map(([row, k]) => [at(row), k]),
     small: table.small.map(([row, k, text]) => [at(row), k, text]),
     runs,

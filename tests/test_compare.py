@@ -16,7 +16,9 @@ from torch import nn
 
 import dtkit
 from dtkit._util import formatting
+from dtkit.dashboard.compare import Comparison
 from dtkit.dashboard.figures.comparison_figure import draw_comparison_charts, draw_comparison_legend
+from dtkit.dashboard.line_samples import format_notebook_sample
 from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
 from dtkit.dashboard.summary import comparison as comparison_summary
 from dtkit.dashboard.summary.function_text import read_function, read_optimizer
@@ -119,7 +121,22 @@ def test_to_pandas_has_a_row_for_each_run():
     assert list(frame.index) == ["A", "B()"]
     assert list(frame["lr"]) == ["0.1", "0.02"]
     assert not {"directions", "basis"} & set(frame.columns)
-    assert frame.loc["B()", "sent_bytes"] == 80 * 400_000
+    assert frame.loc["B()", "sent per node"] == 80 * 400_000
+
+
+def test_numbers_of_a_data_frame_are_in_the_columns_of_the_table():
+    pytest.importorskip("pandas")
+    comparison = dtkit.compare(*make_scored_runs()[:2], make_source("c()", sent=100, ranks=2), sort_by="accuracy")
+    table, frame = comparison_text.make_table(comparison.rows), comparison.to_pandas()
+    assert list(frame.index) == [label for label, *_ in table.rows]
+    numbers = [name for name in table.header if name not in table.text_columns]
+    assert {"nodes", "per step", "final training loss", "best validation accuracy", "samples/s"} <= set(numbers)
+    for (row, column), value in table.values.items():
+        assert frame[table.header[column]].iloc[row] == value
+    assert set(frame.columns) - set(numbers) == {
+        "strategy", "state", "failure", "cause", "verified", "time in steps",
+    } | {name for name, *_ in comparison.differences}  # fmt: skip
+    assert frame["steps"].dtype.kind == frame["nodes"].dtype.kind == "i"
 
 
 def test_lines_differ_by_more_than_color():
@@ -493,7 +510,7 @@ def test_metrics_and_differing_settings_are_compared():
     titles = [ax.get_title(loc="left") for ax in comparison.figure().axes]
     assert titles == ["Loss against steps", "Loss against time", "Validation accuracy", "Validation loss"]
     assert "lr_scheduler" in repr(comparison)
-    assert comparison.to_pandas().loc["Sharded()", "best accuracy"] == pytest.approx(0.75)
+    assert comparison.to_pandas().loc["Sharded()", "best validation accuracy"] == pytest.approx(0.75)
 
 
 def list_bold(rows: list[comparison_summary.ComparisonRow]) -> set[str]:
@@ -1049,10 +1066,77 @@ def make_scored_runs() -> list[FakeSource]:
 def test_runs_are_sorted_by_a_column_with_the_best_first(sort_by: str, labels: tuple[str, ...]):
     runs = make_scored_runs()
     comparison = dtkit.compare(*runs, sort_by=sort_by)
-    assert comparison.labels == labels
-    assert comparison.histories == tuple(runs["abc".index(label[0])].history for label in labels)
+    assert tuple(row.label for row in comparison.rows) == labels
+    assert comparison.labels == ("a()", "b()", "c()")
     named = dtkit.compare(*runs, labels=["A", "B", "C"], sort_by=sort_by)
-    assert [label.lower() for label in named.labels] == [label[0] for label in labels]
+    assert [row.label.lower() for row in named.rows] == [label[0] for label in labels]
+
+
+def make_sorted_comparison() -> Comparison:
+    """Return three runs, of which the tables have the second one first."""
+    runs = make_scored_runs()
+    for run, rate in zip(runs, ("0.3", "0.1", "0.2"), strict=True):
+        run.spec = dataclasses.replace(run.spec, settings=(("lr", rate),))
+    return dtkit.compare(*runs, labels=["A", "B", "C"], sort_by="best loss")
+
+
+def test_sorted_runs_keep_their_colors_in_pictures():
+    runs = make_scored_runs()
+    looks = []
+    for sort_by in (None, "best loss"):
+        figure = dtkit.compare(*runs, sort_by=sort_by).figure()
+        drawn = [{line.get_label(): line for line in ax.get_lines()} for ax in figure.axes]
+        (legend,) = figure.legends
+        drawn.append(dict(zip([text.get_text() for text in legend.get_texts()], legend.get_lines(), strict=True)))
+        looks.append([
+            {name: (line.get_color(), line._unscaled_dash_pattern) for name, line in lines.items()} for lines in drawn
+        ])  # fmt: skip
+    assert looks[0] == looks[1]
+    assert [list(each[-1]) for each in looks] == [["a()", "b()", "c()"], ["b()", "a()", "c()"]]
+
+
+def test_sorted_runs_keep_their_numbers_and_samples_in_pages(tmp_path):
+    comparison = make_sorted_comparison()
+    comparison.report(tmp_path / "runs.html")
+    report, page = (tmp_path / "runs.html").read_text(encoding="utf-8"), comparison._repr_html_()
+    for text in (page, report):
+        runs, settings = re.findall("<table.*?</table>", text)[:2]
+        assert re.findall(r"[> ](\d: [ABC])<", runs) == ["2: B", "1: A", "3: C"]
+        assert re.findall(r">(\d: [ABC]|0\.[123])<", settings) == ["2: B", "0.1", "1: A", "0.3", "3: C", "0.2"]
+        assert "below a number: the difference from run 2" in text
+    assert re.findall(r'<td [^>]*><svg class="chart sample"[^>]*><path class="series (s\d)', report) == [
+        "s1",
+        "s0",
+        "s2",
+    ]
+    images = re.findall(r'<img src="data:image/svg\+xml;base64,([^"]*)"', page.split("</table>")[0])
+    assert images == re.findall(r'base64,([^"]*)"', "".join(format_notebook_sample(k) for k in (1, 0, 2)))
+    legend = re.findall(r'<ul class="legend">.*?</ul>', report)[0]
+    drawn = re.findall(r"series (s\d).*?>(\d: [ABC])<", legend)
+    assert drawn == [("s1", "2: B"), ("s0", "1: A"), ("s2", "3: C")]
+
+
+def test_sorted_runs_keep_their_places_in_the_live_view():
+    head = ComparisonMessageBuilder(make_sorted_comparison()).build_snapshot().content["head"]
+    assert head["runs"] == head["names"] == ["A", "B", "C"]
+    for table in (head["table"], head["settings"]):
+        assert table["runs"] == [1, 0, 2]
+        assert [row[0] for row in table["rows"]] == ["B", "A", "C"]
+
+
+def test_a_printed_table_that_is_sorted_names_the_run_of_its_differences():
+    rows = make_rows({"loss": 0.5034}, {"loss": 0.5026})
+    rows = [dataclasses.replace(row, number=number) for row, number in zip(rows, (2, 1), strict=True)]
+    assert comparison_text.format_text(rows).endswith("\nin brackets: the difference from run 0")
+    assert repr(make_sorted_comparison()).split("\n")[1].startswith("B")
+    (settings,) = [
+        part for part in repr(make_sorted_comparison()).split("\n\n") if part.startswith("run") and "lr" in part
+    ]
+    assert [line.split() for line in settings.splitlines()][1:] == [
+        ["B", "b()", "0.1"],
+        ["A", "a()", "0.3"],
+        ["C", "c()", "0.2"],
+    ]
 
 
 def test_a_column_that_no_table_has_is_refused_with_the_one_that_was_meant():
@@ -1076,7 +1160,7 @@ def test_the_names_of_the_lines_are_shown_once():
     comparison = dtkit.compare(make_source(), make_source("B()"))
     charts = draw_comparison_charts(comparison.labels, comparison.histories)
     assert not [figure for figure in charts if figure.legends]
-    (legend,) = draw_comparison_legend(comparison.labels).legends
+    (legend,) = draw_comparison_legend(comparison.labels, comparison.order).legends
     assert [text.get_text() for text in legend.get_texts()] == list(comparison.labels)
     assert comparison._repr_html_().count("image/png") == 1 + len(charts)
 

@@ -51,7 +51,7 @@ def test_a_short_batch_has_the_mean_with_the_batch_before():
     assert curves[3, 0] == pytest.approx(MERGED_LOSS)
     assert np.nanmax(curves) == pytest.approx(MERGED_LOSS)
     assert np.nanmax(read_series(comparison, "Loss against time")[:, 1:]) == pytest.approx(MERGED_LOSS)
-    figure = draw_comparison(comparison.labels, comparison.histories)
+    figure = draw_comparison(comparison.labels, comparison.histories, comparison.order)
     assert max(ax.get_ylim()[1] for ax in figure.axes) < 3
     assert comparison.histories[0].loss()[1].max() == 9
 

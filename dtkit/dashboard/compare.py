@@ -37,9 +37,11 @@ from dtkit.dashboard.text.comparison_text import (
     describe_ends,
     describe_rows,
     format_text,
+    list_numbers,
     list_table_notes,
     make_differences_table,
     make_table,
+    number_names,
     number_rows,
 )
 from dtkit.history.history import History
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from dtkit.types import RunSpec, Status
 
 _MAX_LABEL_CHARS, _MAX_NAME_CHARS = 60, 300
+_TEXT_FIELDS = ("strategy", "state", "failure", "cause", "verified")  # of a row, in a data frame
 _GAP = "0.8em"  # between tables and picture
 
 
@@ -98,6 +101,8 @@ class Comparison:
         self.histories, self._strategies = tuple(histories), tuple(strategies)
         self.runs = tuple(runs)
         """The runs, or the histories that were given."""
+        self.order: Sequence[int] = tuple(range(len(runs)))
+        """Places of the runs in the order of the tables. Numbers and colors are those of the call."""
 
     @property
     def differences(self) -> list[tuple[str, ...]]:
@@ -114,27 +119,33 @@ class Comparison:
 
     @property
     def rows(self) -> list[ComparisonRow]:
-        """A row for each run, as of now."""
+        """A row for each run, as of now, in the order of the tables."""
         positions, states = [_read_position(run) for run in self.runs], [read_state(run) for run in self.runs]
         ends = [describe_end(run, history) for run, history in zip(self.runs, self.histories, strict=True)]
         verifications = [getattr(run, "verification", None) for run in self.runs]  # a history has none
         specs = [run.spec if isinstance(run, Comparable) else None for run in self.runs]
         columns = self.labels, self.histories, self._strategies, positions, states, ends, verifications, specs
-        return [make_row(*item) for item in zip(*columns, strict=True)]
+        rows = [make_row(*item, number) for number, item in enumerate(zip(*columns, strict=True), 1)]
+        return [rows[k] for k in self.order]
 
     def figure(self) -> Figure:
         """Return loss against steps, time, and bytes where they differ, and each metric, as a matplotlib Figure."""
         from dtkit.dashboard.figures.comparison_figure import draw_comparison
 
-        return draw_comparison(self.labels, self.histories)
+        return draw_comparison(self.labels, self.histories, self.order)
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return the table and the settings in which the runs differ. The index has the labels. Needs pandas."""
+        """Return the table and the settings in which the runs differ. The index has the labels. Needs pandas.
+
+        Numbers are in the columns of the table, such as "samples/s"; sizes are in bytes, and times in seconds.
+        """
         import pandas as pd
 
-        rows = [{**vars(row), **{f"best {name}": value for name, value in row.best.items()}} for row in self.rows]
-        table = pd.DataFrame(rows).drop(columns=["best", "basis", "directions"]).set_index("label")
-        settings = pd.DataFrame({name: values for name, *values in self.differences}, index=table.index)
+        rows = self.rows
+        index = pd.Index([row.label for row in rows], name="label")
+        table = pd.DataFrame([{name: getattr(row, name) for name in _TEXT_FIELDS} for row in rows], index)
+        table = table.join(pd.DataFrame([list_numbers(row) for row in rows], index))
+        settings = pd.DataFrame({name: values for name, *values in self.differences}, self.labels)
         return table.join(settings.rename(columns={name: f"{name} (setting)" for name in settings if name in table}))
 
     def report(self, path: str | Path = "comparison.html", *, description: str = "") -> WrittenReport:
@@ -154,8 +165,9 @@ class Comparison:
     def __repr__(self) -> str:
         rows, differences, width = self.rows, self.differences, shutil.get_terminal_size((0, 0)).columns  # 0: a file
         table = format_text(rows, width)
-        settings = make_differences_table(self.labels, differences).to_text(max_width=width) if differences else ""
-        return f"{table}\n\n{settings}" if settings else table
+        if not differences:
+            return table
+        return f"{table}\n\n{make_differences_table(self.labels, differences, self.order).to_text(max_width=width)}"
 
     def _ipython_display_(self) -> None:
         from IPython.display import display
@@ -177,15 +189,16 @@ class Comparison:
         from dtkit.dashboard.figures.render import format_card_tags
 
         rows = number_rows(self.rows, self.short_names)
-        labels, differences = [row.label for row in rows], self.differences
-        legend = format_card_tags([draw_comparison_legend(labels)], f"the lines of {', '.join(labels)}")
+        labels, differences = number_names(self.short_names), self.differences
+        legend = format_card_tags([draw_comparison_legend(labels, self.order)], f"the lines of {', '.join(labels)}")
         charts = format_card_tags(draw_comparison_charts(labels, self.histories), describe_rows(rows))
-        settings = make_differences_table(labels, differences).to_html() if differences else ""
+        settings = make_differences_table(labels, differences, self.order).to_html() if differences else ""
         parts = [f"<div style='margin-top: {_GAP}'>{part}</div>" for part in (settings, legend, charts) if part]
         note = "<br>".join(html.escape(line, quote=False) for line in list_table_notes(rows))  # they name metrics
         ends = "".join(f"<div style='margin-top: {_GAP}'>{html.escape(line)}</div>" for line in describe_ends(rows))
         note = f"<div style='margin-top: {_GAP}'><small>{note}</small></div>"
-        table = dataclasses.replace(make_table(rows), row_marks=[format_notebook_sample(k) for k in range(len(rows))])
+        samples = [format_notebook_sample(row.number - 1) for row in rows]
+        table = dataclasses.replace(make_table(rows), row_marks=samples)
         return f"{table.to_html()}{ends}{note}{''.join(parts)}"
 
 
@@ -202,8 +215,8 @@ def compare(
     runs of that name differ in it. Runs of one name are named by strategy, or by one or two short settings that tell
     them apart, such as "lr 0.1". Equal ones are numbered.
 
-    `sort_by` puts the runs in the order of a column of the table, or of a metric such as "accuracy", as of this call:
-    the best first. Other runs have their difference from the first.
+    `sort_by` puts the rows of tables in the order of a column, or of a metric such as "accuracy", as of this call: the
+    best first. Other runs have their difference from it. Colors and numbers follow the order of `runs`.
 
     The result shows itself as charts and a table: ``figure()``, ``report(path)``, ``to_pandas()``.
     Raises TypeError for anything else, and ValueError for an empty list or for labels or a column that don't fit.
@@ -219,11 +232,9 @@ def compare(
     strategies = ["" if isinstance(run, History) else _shorten(run.spec.strategy) for run in items]
     checked_labels = _make_labels(items) if labels is None else _check_labels(labels, len(items))
     comparison = Comparison(checked_labels, histories, strategies, items)
-    if sort_by is None:
-        return comparison
-    order = order_rows(comparison.rows, sort_by)
-    columns: list[list[Any]] = [checked_labels, histories, strategies, items]
-    return Comparison(*([column[k] for k in order] for column in columns))
+    if sort_by is not None:
+        comparison.order = order_rows(comparison.rows, sort_by)
+    return comparison
 
 
 def _read_position(run: object) -> tuple[int, float] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from dtkit.dashboard.text.comparison_text import (
     list_table_notes,
     make_differences_table,
     make_table,
+    number_names,
     number_rows,
 )
 from dtkit.dashboard.written_report import WrittenReport, check_description, check_folder
@@ -58,25 +59,30 @@ def _format_parts(comparison: ComparisonView, title: str, description: str) -> I
     yield f'<h1>{escape(title)}</h1><p class="lead">Written <time>{time.strftime("%Y-%m-%d %H:%M")}</time>.</p>'
     yield format_description(description)
     rows = number_rows(comparison.rows, comparison.short_names)
-    labels = [row.label for row in rows]
-    samples = [format_report_sample(k) for k in range(len(rows))]
+    labels = number_names(comparison.short_names)
+    samples = [format_report_sample(row.number - 1) for row in rows]
     yield format_table(dataclasses.replace(make_table(rows), row_marks=samples), is_sortable=len(rows) > 1)
     yield "".join(format_notice(line, is_alert=True) for line in describe_ends(rows))
     yield f"<p><small>{'<br>'.join(escape(line) for line in list_table_notes(rows))}</small></p>"
     if comparison.differences:
         yield "<h2>Settings that differ</h2>"
-        yield format_table(make_differences_table(labels, comparison.differences))
+        yield format_table(make_differences_table(labels, comparison.differences, comparison.order))
     if comparison.common:
         yield "<h2>Settings that all runs share</h2>"
         yield fold_facts(formatting.format_count(len(comparison.common), "setting"), Table((), comparison.common))
-    charts = "".join(_iterate_charts(labels, comparison.histories))
+    charts = "".join(_iterate_charts(labels, comparison.histories, comparison.order))
     yield "<h2>Charts</h2>"
     if any(find_short_batches(history.totals()).any() for history in comparison.histories):
         yield f"<p><small>{SHORT_BATCH_NOTE[0].upper()}{SHORT_BATCH_NOTE[1:]}.</small></p>"
     yield format_comparison_charts(comparison, f'<div class="charts">{charts}</div>')
 
 
-def _iterate_charts(labels: Sequence[str], histories: Sequence[History]) -> Iterator[str]:
+def _iterate_charts(labels: Sequence[str], histories: Sequence[History], order: Sequence[int]) -> Iterator[str]:
+    """Yield the charts. Each legend has the runs in this `order`, in the colors of their places in `histories`."""
+
+    def draw(title: str, note: str, lines: Sequence[Series], **formats: Any) -> str:
+        return draw_chart(title, note, [lines[k] for k in order], **formats)
+
     runs = list(zip(range(len(labels)), labels, histories, strict=True))
     totals = [history.totals() for history in histories]
     cap = find_loss_cap([compute_drawn_losses(part) for part in totals])
@@ -89,11 +95,11 @@ def _iterate_charts(labels: Sequence[str], histories: Sequence[History]) -> Iter
         for (k, label, _), part, step in zip(runs, totals, exits, strict=True)
     ]  # fmt: skip
     shown, note = _leave_out(losses, cap)
-    yield draw_chart(
+    yield draw(
         "Loss against steps", f"mean over all nodes{note}", shown, format_y=formatting.format_loss, may_be_log=True
     )
     times = [read_step_ends(history) for history in histories]
-    yield draw_chart(
+    yield draw(
         "Loss against time", f"of steps{note}",
         [dataclasses.replace(line, x=x) for line, x in zip(shown, times, strict=True)],
         format_y=formatting.format_loss, x_name="time",
@@ -103,7 +109,7 @@ def _iterate_charts(labels: Sequence[str], histories: Sequence[History]) -> Iter
         Series(label, *read_rates(part), color=k, dash=choose_dash(k))
         for (k, label, _), part in zip(runs, totals, strict=True)
     ]
-    yield draw_chart("Throughput", "samples/s of all nodes", rates, format_y=formatting.format_rate, from_zero=True)
+    yield draw("Throughput", "samples/s of all nodes", rates, format_y=formatting.format_rate, from_zero=True)
     for name in dict.fromkeys(name for history in histories for name in ["loss", *list_metric_names(history)]):
         points = [_make_metric_series(label, history, name, k) for k, label, history in runs]
         if name == "loss":
@@ -113,13 +119,13 @@ def _iterate_charts(labels: Sequence[str], histories: Sequence[History]) -> Iter
             ]
         shown, note = _leave_out(points, find_metric_cap(histories, name))
         title = f"Validation {formatting.sanitize_text(name, MAX_TITLE_CHARS)}"
-        yield draw_chart(title, note.removeprefix("; "), shown, format_y=formatting.format_loss)
+        yield draw(title, note.removeprefix("; "), shown, format_y=formatting.format_loss)
     for name in list_shared_scalars(histories):
         logged = [
             Series(label, *read_scalar(history, name), color=k, dash=choose_dash(k)) for k, label, history in runs
         ]
         title = formatting.sanitize_text(name, MAX_TITLE_CHARS)
-        yield draw_chart(title, "logged, mean over all nodes", logged, format_y=formatting.format_loss)
+        yield draw(title, "logged, mean over all nodes", logged, format_y=formatting.format_loss)
 
 
 def _leave_out(lines: Sequence[Series], cap: float | None) -> tuple[list[Series], str]:

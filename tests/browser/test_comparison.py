@@ -92,11 +92,7 @@ def test_tables_of_runs_are_neither_cut_nor_overlap(page: Page, width: int):
 def test_the_longer_run_ends_at_its_last_evaluation(page: Page):
     show_runs(page)
     chart = page.locator("[data-name='Validation accuracy'] svg.dtk-lines-chart")
-    names = [
-        re.compile("2: second"),
-        re.compile("1: wide net, learning rate"),
-    ]  # of which a small chart has the beginning
-    expect(chart.locator(".dtk-labels text")).to_have_text(names)
+    expect(chart.locator(".dtk-labels text")).to_have_text(["2: second", "1"])  # a small chart has no room for it
     ends = chart.evaluate("""(svg) => [...svg.querySelectorAll(".dtk-lines path")].map((path) => path.getBBox())
       .map(({ x, width }) => x + width)""")
     plot = chart.locator(".dtk-grid line").first.evaluate("(line) => line.x2.baseVal.value")
@@ -136,6 +132,52 @@ def test_long_names_wrap_and_a_pointer_shows_the_whole(
     chart.hover(position={"x": 200, "y": 100})
     expect(page.get_by_test_id("comparison-chart").get_by_test_id("tooltip")).to_contain_text(names[0])
     assert all(name in repr(dtkit.compare(*runs)) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (["DataParallel(), lr 0.1", "DataParallel(), lr 0.02", "Sharded(stage=3)"], ["1: lr 0.1", "2: lr 0.02", "3"]),
+        (["Averaging(every=4), lr 1", "Averaging(every=8), lr 1"], ["1: every=4", "2: every=8"]),
+        (["wide", "narrow"], ["1: wide", "2: narrow"]),
+        (["ResNet of 50 layers", "ResNet of 18 layers, pretrained"], ["1", "2"]),
+        (["a run of a name", "a run of a name"], ["1: name", "2: name"]),
+    ],
+)
+@pytest.mark.parametrize("width", [400, 600])
+def test_a_small_chart_has_what_is_distinct_in_names_or_numbers(
+    page: Page, names: list[str], shown: list[str], width: int
+):
+    page.set_viewport_size({"width": width - 20, "height": 900})
+    runs = [FakeSource(steps=200, seed=k, name=name) for k, name in enumerate(names)]
+    for run in runs:
+        run.advance(200)
+    comparison = dtkit.compare(*runs, **({"labels": names} if len(set(names)) > 1 else {}))
+    load_widget(page, str(ComparisonWidget._esm), ComparisonMessageBuilder(comparison).build_snapshot(), "light")
+    for name in ("comparison-chart", "time-chart", "rate-chart"):
+        chart = page.get_by_test_id(name).locator("svg.dtk-lines-chart")
+        expect(chart.locator(".dtk-labels text")).to_have_count(len(runs))
+        texts = sorted(chart.locator(".dtk-labels text").all_text_contents())
+        room = [text if width == 600 or len(text) < 9 else text[0] for text in shown]
+        assert texts == room
+        assert chart.evaluate(_LABELS_IN_SIGHT)
+        share = chart.evaluate("(svg) => 1 - svg.querySelector('.dtk-grid line').x2.baseVal.value / svg.clientWidth")
+        assert share <= 0.2
+    legend = page.get_by_test_id("dtkit-comparison").get_by_role("button").filter(has_text=re.compile(r"^\s*\d: "))
+    expect(legend).to_have_text([f"{number}: {name}" for number, name in enumerate(comparison.short_names, 1)])
+
+
+def test_a_setting_and_its_number_are_on_one_line_at_the_end_of_a_run(page: Page):
+    page.set_viewport_size({"width": 700, "height": 900})
+    runs = [FakeSource(steps=200, seed=k, name=f"DataParallel(), lr 0.{k}2") for k in range(2)]
+    for run in runs:
+        run.advance(200)
+    message = ComparisonMessageBuilder(dtkit.compare(*runs)).build_snapshot()
+    load_widget(page, str(ComparisonWidget._esm), message, "light")
+    lines = page.get_by_test_id("comparison-chart").locator(".dtk-labels tspan")
+    expect(lines).to_have_count(4)
+    texts = [text.strip() for text in lines.all_text_contents()]
+    assert sorted(texts) == ["1: DataParallel(),", "2: DataParallel(),", "lr 0.02", "lr 0.12"]
 
 
 @pytest.mark.parametrize("width", [600, 800])
@@ -345,6 +387,44 @@ def test_the_table_of_runs_stays_sorted_by_a_click_or_a_key(page: Page, width: i
     expect(best).to_have_attribute("aria-sort", "descending")  # the best first
     expect(names).to_have_text(["1: c", "3: b", "2: a"])
     assert table.locator("table").evaluate(_CUT_CELLS) == []
+
+
+@pytest.mark.parametrize("width", [400, 1400])  # narrow: a column for each run
+def test_sorted_runs_have_the_numbers_and_colors_of_their_lines(page: Page, width: int):
+    page.set_viewport_size({"width": width, "height": 900})
+    runs = [FakeSource(steps=400, seed=seed, name=name) for seed, name in enumerate("abc")]
+    for run, steps in zip(runs, (120, 40, 80), strict=True):
+        run.advance(steps)
+        run.spec = dataclasses.replace(
+            run.spec, settings=tuple((name, str(steps)) for name in ("lr", "warm-up", "seed"))
+        )
+    message = ComparisonMessageBuilder(dtkit.compare(*runs, sort_by="steps")).build_snapshot()
+    load_widget(page, str(ComparisonWidget._esm), message, "light")
+    for testid in ("runs-table", "settings-table"):
+        table = page.get_by_test_id(testid)
+        expect(table.locator(".dtk-run > span")).to_have_text(["2: b", "3: c", "1: a"])
+        looks = [str(line.get_attribute("class")) for line in table.locator(".dtk-run path").all()]
+        assert [re.findall(r"dtk-n(\d) dtk-dash(\d)", look) for look in looks] == [
+            [("1", "1")],
+            [("2", "2")],
+            [("0", "0")],
+        ]
+    table = page.get_by_test_id("runs-table")
+    assert table.locator("table").text_content().index("40") < table.locator("table").text_content().index("120")
+    head = table.locator("[aria-sort]").filter(has_text=re.compile("^run$"))
+    for names in (["1: a", "2: b", "3: c"], ["3: c", "2: b", "1: a"], ["2: b", "3: c", "1: a"]):  # then as written
+        head.get_by_role("button").click()
+        expect(table.locator(".dtk-run > span")).to_have_text(names)
+    buttons = page.get_by_test_id("dtkit-comparison").locator(".dtk-lines-legend button")
+    expect(buttons).to_have_text(["2: b", "3: c", "1: a"])
+    buttons.first.click()  # hides its run
+    labels = page.get_by_test_id("comparison-chart").locator(".dtk-labels g")
+    expect(labels).to_have_count(2)
+    assert "b" not in labels.locator("title").all_text_contents()
+    buttons.first.click()
+    expect(labels).to_have_count(3)
+    hues = {label.locator("title").text_content(): label.inner_html() for label in labels.all()}
+    assert all(f"dtk-n{k}" in hues[name] for k, name in enumerate("abc"))
 
 
 @pytest.mark.parametrize("place", ["live view", "report"])

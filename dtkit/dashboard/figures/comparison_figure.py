@@ -57,8 +57,11 @@ _EXIT_ROW = 0.09  # of an axis: the height of a line of text
 _ROOM = 0.05  # around the values, as a share of their range
 
 
-def draw_comparison(labels: Sequence[str], histories: Sequence[History]) -> Figure:
-    """Draw loss against steps, time, and bytes where they differ; then metrics and logged numbers, under one legend."""
+def draw_comparison(labels: Sequence[str], histories: Sequence[History], order: Sequence[int]) -> Figure:
+    """Draw loss against steps, time, and bytes where they differ; then metrics and logged numbers, under one legend.
+
+    The legend has the runs in this `order`; colors and dashes belong to their places in `histories`.
+    """
     charts = _list_charts(labels, histories)
     (legend_columns, legend_rows), rows = _arrange_legend(labels), -(-len(charts) // 2)
     figure = create_figure(_WIDTH_IN, _ROW_HEIGHT_IN * rows + 0.2 + _LEGEND_LINE_IN * legend_rows)
@@ -71,7 +74,7 @@ def draw_comparison(labels: Sequence[str], histories: Sequence[History]) -> Figu
         panels.append(figure.add_subplot(grid[-1, :]))
     for ax, draw in zip(panels, charts, strict=True):
         draw(ax)
-    _add_legend(figure, panels[0].get_lines(), labels, legend_columns)
+    _add_legend(figure, labels, order, legend_columns)
     style.fit_texts(figure)
     return figure
 
@@ -89,12 +92,11 @@ def draw_comparison_charts(labels: Sequence[str], histories: Sequence[History]) 
     return figures
 
 
-def draw_comparison_legend(labels: Sequence[str]) -> Figure:
-    """Draw the names of the runs with their lines, as wide as a chart."""
+def draw_comparison_legend(labels: Sequence[str], order: Sequence[int]) -> Figure:
+    """Draw the names of the runs with their lines, in this order, as wide as a chart."""
     columns, rows = _arrange_legend(labels)
     figure = create_figure(_CHART_WIDTH_IN, _LEGEND_LINE_IN * rows + 0.05)
-    lines = [Line2D([], [], **_choose_line(k)) for k in range(len(labels))]
-    _add_legend(figure, lines, labels, columns)
+    _add_legend(figure, labels, order, columns)
     return figure
 
 
@@ -104,10 +106,11 @@ def _arrange_legend(labels: Sequence[str]) -> tuple[int, int]:
     return columns, -(-len(labels) // columns)
 
 
-def _add_legend(figure: Figure, lines: Sequence[Line2D], labels: Sequence[str], columns: int) -> None:
+def _add_legend(figure: Figure, labels: Sequence[str], order: Sequence[int], columns: int) -> None:
     """Add the names of the runs at the top of a figure, with their lines."""
+    lines = [Line2D([], [], **_choose_line(k)) for k in order]
     figure.legend(
-        list(lines), list(labels), loc="outside upper left", ncols=columns, frameon=False, fontsize=8,
+        lines, [labels[k] for k in order], loc="outside upper left", ncols=columns, frameon=False, fontsize=8,
         labelcolor=style.TEXT_COLOR, handlelength=3, labelspacing=0.35,
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ All runs have buckets of the same width, so that a point of the axis means the s
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -79,7 +80,12 @@ class ComparisonView(Protocol):
 
     @property
     def rows(self) -> list[ComparisonRow]:
-        """A row for each run, as of now."""
+        """A row for each run, as of now, in the order of the tables."""
+        ...
+
+    @property
+    def order(self) -> Sequence[int]:
+        """Places of the runs in the order of the tables."""
         ...
 
     @property
@@ -193,9 +199,11 @@ class ComparisonMessageBuilder:
     def _build_tables(self) -> dict[str, Any]:
         """Return the tables of the kept picture."""
         names, differences = self._comparison.short_names, self._comparison.differences
-        numbered = number_rows(self._comparison.rows, names)
-        table = _describe_table(make_table(numbered), names)
-        settings = _describe_table(make_differences_table(names, differences)) if differences else None
+        order, rows = self._comparison.order, self._comparison.rows
+        named = [dataclasses.replace(row, label=names[row.number - 1]) for row in rows]
+        numbered = number_rows(rows, names)
+        table = _describe_table(make_table(named), order)
+        settings = _describe_table(make_differences_table(names, differences, order), order) if differences else None
         return {
             "table": table, "note": "\n".join(list_table_notes(numbered)), "ends": describe_ends(numbered),
             "settings": settings,
@@ -208,17 +216,17 @@ def _end_lines(steps: np.ndarray, lines: np.ndarray, exits: Sequence[int | None]
         lines[:, k] = end_line(steps, lines[:, k], step)
 
 
-def _describe_table(table: Table, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Return a table as JSON, with the numbers of its columns of text. Rows may begin with other `names`.
+def _describe_table(table: Table, order: Sequence[int]) -> dict[str, Any]:
+    """Return a table as JSON, with the numbers of its columns of text.
 
-    The page itself writes the numbers of the runs, beside their lines.
+    The page itself writes the numbers of the runs, which are in this `order`, beside their lines.
     """
     texts = [k for k, name in enumerate(table.header) if name in table.text_columns]
-    cells = [[name, *row[1:]] for name, row in zip(names, table.rows, strict=True)] if names else table.rows
-    rows = [[formatting.sanitize_text(cell, 200) for cell in row] for row in cells]
+    rows = [[formatting.sanitize_text(cell, 200) for cell in row] for row in table.rows]
     return {
         "header": [formatting.sanitize_text(name, 80) for name in table.header],
         "rows": rows,
+        "runs": list(order),
         "texts": texts,
         "bold": [list(cell) for cell in table.bold_cells],
         "small": [[*cell, text] for cell, text in table.small_texts.items()],

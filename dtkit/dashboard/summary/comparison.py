@@ -79,6 +79,8 @@ class ComparisonRow:
     """What the numbers depend on, by its name, such as :data:`LOSS`; empty for a history."""
     directions: dict[str, bool] = dataclasses.field(default_factory=dict)
     """Whether higher is better, for metrics that state it."""
+    number: int = 1
+    """Number of the run in the order of the call, from 1. Its color belongs to it, too."""
 
     @property
     def competes(self) -> bool:
@@ -95,6 +97,7 @@ def make_row(
     end: tuple[str, str] = ("", ""),
     verification: Verification | None = None,
     spec: RunSpec | None = None,
+    number: int = 1,
 ) -> ComparisonRow:
     """Return the totals of a history. `position` has the steps and seconds of its run, unless the history has them."""
     totals, (failure, cause) = history.totals(), end
@@ -118,6 +121,7 @@ def make_row(
         verified=_describe_verification(verification),
         basis={} if spec is None else _read_basis(spec),
         directions=dict(history.directions),
+        number=number,
         best={name: best[1] for name in _list_names(history) if (best := find_best_evaluation(history, name))},
     )
 

@@ -50,7 +50,6 @@ _BYTE_COLUMNS = ("sent per node", "per step")
 _UNCOMPARED_COLUMNS = ("nodes", "steps")  # whose differences are read at a glance
 _WHOLE_RUN_COLUMNS = ("sent per node", "time in steps", "duration")  # which grow as long as a run goes on
 _MANY_TIMES, _MOST_TIMES = 10.0, 1e6  # between which a ratio is told instead of a percentage
-_CHANGE = "the difference from the first run"
 _LEAST_SHARE = 0.01  # down to which a percentage is told: it has two digits at most
 
 
@@ -98,8 +97,7 @@ def _list_values(rows: Sequence[ComparisonRow], header: Sequence[str]) -> dict[t
     """Return the numbers that are known, by their cells (row, column)."""
     values = {}
     for k, row in enumerate(rows):
-        known = dict(zip(NUMBER_COLUMNS, _read_numbers(row), strict=True))
-        known |= {f"{BEST_PREFIX}{name}": value for name, value in row.best.items()}
+        known = list_numbers(row)
         values.update({(k, header.index(name)): value for name, value in known.items() if name in header})
     return {cell: float(value) for cell, value in values.items() if math.isfinite(value)}
 
@@ -234,7 +232,7 @@ def list_table_notes(rows: Sequence[ComparisonRow]) -> list[str]:
         is_open = all(row.competes for row in rows)
         parts.append(f"bold: the best{'' if is_open else ' of the runs that did not fail, diverge or learn nothing'}")
     if table.small_texts:
-        parts.append(f"below a number: {_CHANGE}")
+        parts.append(f"below a number: {_describe_basis(rows[0], f'run {rows[0].number}')}")
     return [*describe_limits(rows), " · ".join(parts)]
 
 
@@ -248,15 +246,26 @@ def format_text(rows: Sequence[ComparisonRow], max_width: int = 0) -> str:
     ]
     shown = dataclasses.replace(table, rows=lines).to_text(max_width=max_width)
     notes = [*describe_best(table), *describe_limits(rows), *describe_ends(rows)]
-    key = [*explain_columns(table, rows), *([f"in brackets: {_CHANGE}"] if alike else [])]
+    key = explain_columns(table, rows)
+    if alike:
+        key.append(f"in brackets: {_describe_basis(rows[0], rows[0].label)}")
     return "\n".join([shown, *notes, "", *key])
 
 
+def _describe_basis(first: ComparisonRow, name: str) -> str:
+    """Return from which run the differences are: the first of the table, which is another one if it is sorted."""
+    return f"the difference from {'the first run' if first.number == 1 else name}"
+
+
+def number_names(names: Sequence[str]) -> list[str]:
+    """Return the names of the runs with their numbers, as a page and its charts have them: ``2: lr 0.1``."""
+    return [f"{number}: {name}" for number, name in enumerate(names, 1)]
+
+
 def number_rows(rows: Sequence[ComparisonRow], names: Sequence[str]) -> list[ComparisonRow]:
-    """Return the rows of a page, which has these names and their numbers in its charts, too: ``2: lr 0.1``."""
-    return [
-        dataclasses.replace(row, label=f"{k}: {name}") for k, (row, name) in enumerate(zip(rows, names, strict=True), 1)
-    ]
+    """Return the rows of a page in their order, with numbers. `names` are in the order of the runs."""
+    labels = number_names(names)
+    return [dataclasses.replace(row, label=labels[row.number - 1]) for row in rows]
 
 
 def describe_ends(rows: Sequence[ComparisonRow]) -> list[str]:
@@ -281,11 +290,16 @@ def describe_best(table: Table) -> list[str]:
     return [f"best: {', '.join(parts)}"] if parts else []
 
 
-def make_differences_table(labels: Sequence[str], differences: Sequence[tuple[str, ...]]) -> Table:
-    """Return the table of the settings in which the runs differ, turned so that it has few columns."""
-    header, rows = ["setting", *labels], [list(row) for row in differences]
+def make_differences_table(
+    labels: Sequence[str], differences: Sequence[tuple[str, ...]], order: Sequence[int]
+) -> Table:
+    """Return the table of the settings in which the runs differ, turned so that it has few columns.
+
+    `labels` and `differences` are in the order of the runs, and the table in the `order` of the other tables.
+    """
+    header, *rows = ([name, *(texts[k] for k in order)] for name, *texts in [("setting", *labels), *differences])
     if len(differences) < len(labels):
-        (_, *names), *rows = ([*column] for column in zip(header, *differences, strict=True))
+        (_, *names), *rows = ([*column] for column in zip(header, *rows, strict=True))
         header = ["run", *names]
     return Table(header, rows, set(header))
 
@@ -314,8 +328,12 @@ def format_numbers(row: ComparisonRow) -> tuple[str, ...]:
     )
 
 
-def _read_numbers(row: ComparisonRow) -> tuple[float, ...]:
-    """Return the numbers of :data:`NUMBER_COLUMNS`."""
+def list_numbers(row: ComparisonRow) -> dict[str, float]:
+    """Return the numbers of a run by their columns: those of :data:`NUMBER_COLUMNS`, then the best of each metric.
+
+    Sizes are in bytes, and times in seconds.
+    """
     loss = row.loss if row.steps else math.nan
     totals = (row.sent_bytes, row.bytes_per_step, row.samples_per_s, row.steps_s, row.seconds)
-    return (row.nodes, row.steps, loss, *totals)
+    numbers = dict(zip(NUMBER_COLUMNS, (row.nodes, row.steps, loss, *totals), strict=True))
+    return numbers | {f"{BEST_PREFIX}{name}": value for name, value in row.best.items()}

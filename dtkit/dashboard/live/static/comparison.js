@@ -18,7 +18,7 @@ function lineName({ head: { names } }, line) {
   const isAlone = names.every((name, other) => other === line || name !== names[line]);
   return isAlone ? names[line] : `${line + 1}: ${names[line]}`;
 }
-const BREAKS = /(?<=[\s,])|(?<=\()(?!\))/; // after blanks, commas and brackets, but not within "()"
+const BREAKS = /(?<=\s)(?!\d)|(?<=,)(?!\s)|(?<=\()(?!\))/; // after blanks, commas and brackets, but not within "()" or "lr 0.1"
 
 /** Return a run's name from the last word on with which all names begin, and from the first that differs. */
 function distinctNames(runs, line) {
@@ -28,20 +28,42 @@ function distinctNames(runs, line) {
   const ending = words[line].slice(common).join(""), isCommon = runs.length > 1;
   return [isCommon && common > 1 ? `…${words[line][common - 1]}${ending}` : runs[line], isCommon && common ? `…${ending}` : runs[line]];
 }
+/** Return how many words two names have in common at their beginning. The last word of each is never one of them. */
+function countShared(words, other) {
+  const most = Math.min(words.length, other.length) - 1, differing = words.slice(0, most).findIndex((word, k) => word !== other[k]);
+  return differing < 0 ? Math.max(0, most) : differing;
+}
+/** Return the part of a run's name that tells it from the names that begin like it, such as "lr 0.1". */
+function distinctPart(runs, line) {
+  const [own, ...others] = [runs[line], ...runs.filter((_, other) => other !== line)].map((name) => name.split(BREAKS));
+  const from = Math.max(0, ...others.map((other) => countShared(own, other))), like = others.filter((other) => countShared(own, other) === from);
+  const rests = [own, ...like].map((words) => words.slice(from).reverse()), same = like.length ? Math.min(...rests.slice(1).map((rest) => countShared(rests[0], rest))) : 0;
+  const part = own.slice(from, own.length - same).join("").trim().replace(/,$/, "");
+  return part.includes("(") ? part : part.replace(/\)+$/, ""); // whose bracket is in the part before
+}
 /** Return a run's name at the end of its line, as lines of text. It begins with its number in the table, in all charts alike. */
 function labelLines({ head: { runs } }, line, room, width) {
-  const longest = width > WIDE_PX ? 22 : 16, most = Math.max(1, Math.min(MOST_LINES, room)), whole = wrapName(`${line + 1}: ${runs[line]}`, longest);
+  if (width < SMALL_PX) return [shortName(runs, line, Math.floor((width / 5 - SMALL_ROOM.beside) / SMALL_ROOM.letter))];
+  const most = Math.max(1, Math.min(MOST_LINES, room)), whole = wrapName(`${line + 1}: ${runs[line]}`, LONGEST);
   if (whole.length === 1) return whole;
-  const names = distinctNames(runs, line).map((name) => wrapName(`${line + 1}: ${name}`, longest)), cut = names[1].slice(0, most);
+  const names = distinctNames(runs, line).map((name) => wrapName(`${line + 1}: ${name}`, LONGEST)), cut = names[1].slice(0, most);
   const fitting = names.find((distinct) => distinct.length <= most);
   if (fitting) return fitting;
-  if (most === 1) return [`${names[1].join("").slice(0, longest - 1)}…`];
-  return [...cut.slice(0, -1), `${cut.at(-1).trimEnd().slice(0, longest - 1)}…`];
+  if (most === 1) return [`${names[1].join("").slice(0, LONGEST - 1)}…`];
+  return [...cut.slice(0, -1), `${cut.at(-1).trimEnd().slice(0, LONGEST - 1)}…`];
 }
-const WIDE_PX = 520; // of a chart
+const LONGEST = 22; // letters of a line
+const SMALL_PX = 580; // of a chart, below which names have a fifth of it at most; the legend has them whole
+const ROOM = { beside: 24, letter: 7 }, SMALL_ROOM = { beside: 12, letter: 6.6 }; // pixels
+
+/** Return a run's name for a small chart: its number with its name, or with what is distinct in it, or alone. */
+function shortName(runs, line, longest) {
+  const names = [runs[line], distinctPart(runs, line)].map((name) => `${line + 1}: ${name}`);
+  return names.find((name) => name.length <= longest) ?? `${line + 1}`;
+}
 /** Return a name in lines, broken after blanks, commas and brackets; words that are written as one only where they must. */
 function wrapName(name, longest) {
-  const pieces = (part) => (part.length <= longest ? [part] : part.split(/(?<=[a-z])(?=[A-Z])/).flatMap((word) => word.match(new RegExp(`.{1,${longest}}`, "g"))));
+  const pieces = (part) => (part.trimEnd().length <= longest ? [part] : part.split(/(?<=[a-z])(?=[A-Z])/).flatMap((word) => word.match(new RegExp(`.{1,${longest}}`, "g"))));
   const lines = [""];
   for (const part of name.split(BREAKS).flatMap(pieces)) {
     if (lines.at(-1) && (lines.at(-1) + part).trimEnd().length > longest) lines.push("");
@@ -50,7 +72,7 @@ function wrapName(name, longest) {
   return lines;
 }
 const LINES = { height: HEIGHT, canLog: true, overall: () => "", lineName, labelLines, right: labelRoom, help: (head) => head.help };
-const LETTER = 7, LATE = 0.85; // of the width: lines that end before have their names within the chart
+const LATE = 0.85; // of the width: lines that end before have their names within the chart
 
 /** Return the room for the names of those runs that reach the right end of a chart. */
 function labelRoom(head, { grain, width }, label = labelLines) {
@@ -58,7 +80,8 @@ function labelRoom(head, { grain, width }, label = labelLines) {
     for (let at = from; at < grain.used; at++) if (!Number.isNaN(grain.value(line, at, 1))) return true;
     return false;
   });
-  return 24 + LETTER * Math.max(5, ...late.flatMap((line) => label({ head }, line, MOST_LINES, width).map((text) => text.trimEnd().length)));
+  const { beside, letter } = width < SMALL_PX ? SMALL_ROOM : ROOM;
+  return beside + letter * Math.max(5, ...late.flatMap((line) => label({ head }, line, MOST_LINES, width).map((text) => text.trimEnd().length)));
 }
 
 /** Return a run's name as lines of text, or where its loss left the chart, with the number that the run has in the legend. */
@@ -170,11 +193,11 @@ function tableOf(read, { testid, label, isLegend, sorting }) {
 /** Return a table in the order that a person chose, with the numbers of its runs, and how to sort it. */
 function sortTable(table, sorting) {
   const column = table.header.indexOf(sorting?.name), values = new Map((table.values ?? []).map(([row, k, value]) => [`${row} ${k}`, value]));
-  const cells = table.rows.map((row, k) => ({ value: values.get(`${k} ${column}`), text: column ? row[column] ?? "" : `${k + 1}: ${row[0]}` })); // as it is shown, and as a report sorts it
-  const runs = sortCells(cells, column < 0 ? "none" : sorting.order), at = (row) => runs.indexOf(row);
+  const cells = table.rows.map((row, k) => ({ value: values.get(`${k} ${column}`), text: column ? row[column] ?? "" : `${table.runs[k] + 1}: ${row[0]}` })); // as it is shown, and as a report sorts it
+  const places = sortCells(cells, column < 0 ? "none" : sorting.order), at = (row) => places.indexOf(row), runs = sorting ? places.map((k) => table.runs[k]) : table.runs;
   return {
     ...table,
-    rows: runs.map((run) => table.rows[run]),
+    rows: places.map((k) => table.rows[k]),
     bold: table.bold.map(([row, k]) => [at(row), k]),
     small: table.small.map(([row, k, text]) => [at(row), k, text]),
     runs,
@@ -209,7 +232,7 @@ function tableElement(table, isTurned, names) {
   return h("table", {}, h("thead", {}, tr(table.header, -1)), h("tbody", {}, ...table.rows.map(tr)));
 }
 const CODE_BREAKS = /(?<=[(._=])(?!\))|(?<=[a-z])(?=[A-Z])/; // a strategy breaks after its bracket
-const NAME_BREAKS = /(?<=[(=,])|(?<=[a-z])(?=[A-Z])/;
+const NAME_BREAKS = /(?<=[(=,])(?!\))|(?<=[a-z])(?=[A-Z])/;
 
 /**
  * Return a row of cells. `runAt(row, column)` is the number of the run that a cell names, or null; `headAt` that of the

@@ -19,7 +19,7 @@ from dtkit.training.elastic_script import make_policy
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from dtkit.data.partition import Partition
@@ -175,8 +175,8 @@ class Cluster(Engines):
         weights: Sequence[float] | None = None,
         labels: Any = None,
         seed: int | None = None,
-        target: Any = None,
-        columns: Sequence[Any] | None = None,
+        target: Hashable | Sequence[Hashable] = None,
+        columns: Sequence[Hashable] | None = None,
         model: Any = None,
         loss: Callable[..., Any] | None = None,
         training_step: Callable[..., Any] | None = None,
@@ -245,11 +245,11 @@ class Cluster(Engines):
         lr_scheduler_every: str = "step",
         callbacks: Sequence[Any] = (),
         on_engine: Sequence[EngineCallback] = (),
-        target: Any = None,
-        columns: Sequence[Any] | None = None,
+        target: Hashable | Sequence[Hashable] = None,
+        columns: Sequence[Hashable] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         activation_checkpointing: bool | Sequence[str] = False,
-        sampler: Any = None,
+        sampler: Iterable[int] | None = None,
         drop_last: bool = False,
         num_workers: int = 0,
         pin_memory: bool | None = None,

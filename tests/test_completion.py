@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import pydoc
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,8 @@ from IPython.core.completer import IPCompleter, provisionalcompleter
 import dtkit
 from dtkit._util.completion import hide_from_completion
 from dtkit._util.tab_key import find_names, use_dir
+from dtkit.dashboard.compare import Comparison
+from dtkit.data.broadcast import ModelHandle
 from dtkit.testing.fake_transport import FakeTransport
 from tests.support import small
 
@@ -87,6 +90,33 @@ def test_each_name_behind_an_object_is_in_the_reference_or_hidden(user_objects):
     for name, obj in user_objects.items():
         assert not read_excluded(name) & set(list_shown(obj)), name
         assert find_undocumented(obj) == [], name
+
+
+def read_help(kind: type) -> tuple[str, set[str]]:
+    """Return what `help` prints of a class, and the names of its members."""
+    text = pydoc.plain(pydoc.render_doc(kind))
+    return text, set(re.findall(r"^ \|  (\w+)(?:\(|$| =)", text, re.MULTILINE))
+
+
+def test_help_shows_what_is_for_users(user_objects):
+    kinds = {name: type(obj) for name, obj in user_objects.items() if name != "EarlyStopping"}
+    kinds["dtkit.dashboard.compare.Comparison"] = Comparison
+    for name, kind in kinds.items():
+        text, members = read_help(kind)
+        assert len(members) > 2, name
+        assert not (read_excluded(name) | {"__dir__", "__getattr__", "__init__"}) & members, name
+        assert not [word for word in ("lambda self", "Protocol", "refuse", "engine_group") if word in text], name
+
+
+@pytest.mark.parametrize("kind", [dtkit.Run, dtkit.History, ModelHandle, Comparison])
+def test_help_shows_no_constructor_of_objects_that_dtkit_makes(kind: type):
+    assert f"{kind.__name__}(" not in read_help(kind)[0].partition("\n |")[2].replace(f"dtkit.{kind.__name__}(", "")
+    assert inspect.signature(kind) == inspect.Signature()
+
+
+def test_help_names_what_was_defined_for_a_class():
+    assert dtkit.EarlyStopping.__dir__.__name__ == "__dir__"
+    assert dtkit.EarlyStopping.__dir__.__doc__ == "Return the names for users."
 
 
 def test_the_tab_key_offers_what_dir_lists(user_objects):

@@ -92,14 +92,15 @@ def suggest_attributes(owner: str) -> Callable[[type[_T]], type[_T]]:
 
     def decorate(cls: type[_T]) -> type[_T]:
         @hide_own_frames
-        def refuse(self: object, name: str) -> Any:
+        def __getattr__(self: object, name: str) -> Any:  # noqa: N807 - `help` shows the function's name
+            """Raise AttributeError, which names the attribute that was probably meant."""
             if name.startswith("_") or hasattr(type(self), name):  # a protocol's look, or a property's own error
                 return object.__getattribute__(self, name)
             names = [known for known in dir(self) if not known.startswith("_")]
             # Without a name and an object of its own, Python would add a second suggestion.
             raise AttributeError(describe_missing(owner, name, names), name="", obj=None)
 
-        cls.__getattr__ = refuse  # type: ignore[attr-defined]  # Python's hook for names that it did not find
+        cls.__getattr__ = __getattr__  # type: ignore[attr-defined]  # Python's hook for names that it did not find
         return cls
 
     return decorate

@@ -36,7 +36,11 @@ if TYPE_CHECKING:
 
 @suggest_arguments
 def attach(name: str | Path | None = None, *, force: bool = False) -> Cluster:
-    """Take over a running cluster whose notebook has ended, such as before a restart of the kernel.
+    """Take over a running cluster whose notebook has ended, such as before a restart of the kernel::
+
+        cluster = dtkit.attach()  # in the new kernel
+        run = cluster.current_run  # paused, with its whole history
+        run.resume()
 
     A cluster that this notebook has already is returned as it is.
 

@@ -19,12 +19,11 @@ from dtkit.training.elastic_script import make_policy
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from dtkit.data.partition import Partition
     from dtkit.engine.callbacks import EngineCallback
-    from dtkit.planning.cost_model import Benchmark
     from dtkit.planning.plan import Plan
     from dtkit.strategies.base import Strategy
     from dtkit.training.run import Run
@@ -36,11 +35,15 @@ _NEEDS_ENGINES = "which needs all engines"
 @hide_from_completion("from_transport", "refresh_nodes")
 @explain_arguments
 class Cluster(Engines):
-    """Engines on this machine (or wherever `launcher` starts them), as ranks 0 to n - 1 of one process group.
+    """Engines on this machine (or wherever `launcher` starts them), as ranks 0 to n - 1 of one process group::
 
-    ``with dtkit.Cluster(2) as cluster:`` closes it at the end of the block. In a notebook, ``cluster`` in the last line
-    of a cell shows a table of the engines. Raises ValueError for an option that can't be met, and ClusterError if
-    engines don't start within `timeout`.
+        with dtkit.Cluster(2) as cluster:  # closed at the end of the block, else by cluster.close()
+            print(cluster.run(os.getpid))
+            run = cluster.train(model, (X, y), loss=nn.CrossEntropyLoss(), optimizer=sgd, batch_size=64, epochs=3)
+            run.wait()
+
+    In a notebook, ``cluster`` in the last line of a cell shows a table of the engines. Raises ValueError for an option
+    that can't be met, and ClusterError if engines don't start within `timeout`.
 
     n : number of engines; by default one per GPU, else what cores and memory allow, at most four.
     launcher : "local"; several hosts, such as ``dtkit.SSH(["gpu1:4", "gpu2:4"])``; or the name of any ipyparallel
@@ -59,7 +62,6 @@ class Cluster(Engines):
     spares : engines that are started too and wait, so that a lost one can be replaced at once.
     keep_alive : whether engines also outlive a script, and wait for :func:`dtkit.attach` until `lease` is over.
         Without a `lease`, they wait until somebody closes the cluster.
-
     """
 
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
@@ -127,7 +129,7 @@ class Cluster(Engines):
     def joblib(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that runs joblib's tasks on the engines, such as all of scikit-learn's with `n_jobs`.
 
-        ``with cluster.joblib(): GridSearchCV(...).fit(X, y)``. Shared memory holds large arrays once. The results equal
+        ``with cluster.joblib(): GridSearchCV(...).fit(X, y)``. Shared memory holds large arrays once. Results equal
         those of a single process. Raises RunError while a run is running.
         """
         planner.check_idle(self.current_run, _NEEDS_ENGINES)
@@ -173,13 +175,17 @@ class Cluster(Engines):
         weights: Sequence[float] | None = None,
         labels: Any = None,
         seed: int | None = None,
-        target: Any = None,
-        columns: Sequence[Any] | None = None,
+        target: Hashable | Sequence[Hashable] = None,
+        columns: Sequence[Hashable] | None = None,
         model: Any = None,
         loss: Callable[..., Any] | None = None,
         training_step: Callable[..., Any] | None = None,
     ) -> Partition:
-        """Partition data into one shard per rank. The result shows which rank got what.
+        """Partition data into one shard per rank. The result shows which rank got what::
+
+            partition = cluster.partition((X, y), by="stratified", seed=0)
+            partition.sizes  # rows by rank
+            partition.indices(1)  # the rows of rank 1
 
         data : a tuple of equally long arrays (numpy or torch), the model's inputs and last the target. Or a dict of
             arrays, a pandas DataFrame, a list of samples, or a map-style Dataset of torch or Hugging Face. Or a
@@ -195,7 +201,6 @@ class Cluster(Engines):
             Features that share one dtype keep it; mixed ones, booleans and float64 become torch's default dtype. A
             categorical target is numbered. Other columns must hold numbers, none of them missing.
         model, loss, training_step : for "speed", what will be trained, as for :meth:`train`.
-
         """
         group = self._engine_group
         group.check_open()
@@ -208,7 +213,13 @@ class Cluster(Engines):
         return speed.repartition_by_speed(group, equal_shards, model, loss, training_step)
 
     def broadcast(self, model: Any) -> broadcast.ModelHandle:
-        """Copy a model to every rank, with identical parameters and buffers. Shows a checksum per rank."""
+        """Copy a model to every rank, with identical parameters and buffers.
+
+        The result shows a checksum per rank, and is what a training takes::
+
+            replicas = cluster.broadcast(model)
+            run = cluster.train(replicas, (X, y), loss=nn.CrossEntropyLoss(), optimizer=sgd, batch_size=64, steps=20)
+        """
         self._engine_group.check_open()
         return broadcast.broadcast(self._engine_group, model)
 
@@ -234,11 +245,11 @@ class Cluster(Engines):
         lr_scheduler_every: str = "step",
         callbacks: Sequence[Any] = (),
         on_engine: Sequence[EngineCallback] = (),
-        target: Any = None,
-        columns: Sequence[Any] | None = None,
+        target: Hashable | Sequence[Hashable] = None,
+        columns: Sequence[Hashable] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         activation_checkpointing: bool | Sequence[str] = False,
-        sampler: Any = None,
+        sampler: Iterable[int] | None = None,
         drop_last: bool = False,
         num_workers: int = 0,
         pin_memory: bool | None = None,
@@ -255,7 +266,13 @@ class Cluster(Engines):
         name: str | None = None,
         tags: Sequence[str] = (),
     ) -> Run:
-        """Train `model` on `data`. Returns at once: the run is a handle, a dashboard and something to await.
+        """Train `model` on `data`. Returns at once: the run is a handle, a dashboard and something to await::
+
+            run = cluster.train(
+                model, (X, y), loss=nn.CrossEntropyLoss(), optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+                batch_size=64, epochs=10,
+            )
+            await run  # in a script, run.wait(); then run.model is the trained model
 
         model : an ``nn.Module`` (which stays as it is), or what :meth:`broadcast` returned. A Lightning module brings
             its step, optimizer and schedule; a datamodule as `data` also brings validation data.
@@ -274,8 +291,7 @@ class Cluster(Engines):
         shuffle : "shard": each rank its own rows, in its own order. "global": the rows of a step don't depend on the
             number of ranks. So training is the same up to rounding. None or False: rows in their order.
         training_step : ``step(model, batch)`` instead of `loss`, for batches of any form; it returns what `loss` may.
-            With several losses and optimizers, ``step(model, batch, optimizers)`` calls ``backward`` and ``step``
-            itself.
+            With several optimizers, ``step(model, batch, optimizers)`` calls ``backward`` and ``step`` itself.
         metrics : names and functions of (output, target) that return means, or objects of torchmetrics, for
             `validation` and `Run.evaluate`. With the model's own loss they get its logits and the labels. The attribute
             ``higher_is_better`` of a function says which value is the best.
@@ -291,8 +307,7 @@ class Cluster(Engines):
         activation_checkpointing : compute blocks again in backward, for less memory: True for the model's chain of
             blocks, or names of modules. A Pipeline does so with its stages.
         sampler : iterable of an epoch's row numbers, with a length, such as torch's ``WeightedRandomSampler``.
-        drop_last : leave out the rows that don't fill the last batch of an epoch or of a stream, as a DataLoader's
-            ``drop_last`` does.
+        drop_last : leave out the rows that don't fill the last batch of an epoch or of a stream, as a DataLoader does.
         num_workers : processes per engine that load a Dataset's samples (torch's DataLoader); 0 loads in the engine.
         pin_memory : whether batches for a GPU are in page-locked memory; by default if there is a GPU.
         prefetch : load the next batch during a step; by default for data in files, and with a GPU for arrays.
@@ -383,15 +398,3 @@ class Cluster(Engines):
             batch_size, optimizer, data, loss, training_step, strategies, activation_checkpointing
         )
         return planner.make_plan(self._engine_group, model, request, self.benchmark)
-
-    def benchmark(self, dtype: str = "float32", *, remeasure: bool = False) -> Benchmark:
-        """Measure how fast the engines compute and communicate, in a few seconds. Later calls return the same result.
-
-        All ranks multiply matrices of `dtype` ("float32", "float64", "bfloat16" or "float16") at once. Then come
-        all-reduces of growing size, and messages between each pair of ranks. The result shows itself as a table, and
-        its ``figure()`` as heat maps. `remeasure` measures again. Raises RunError while a run is running.
-        """
-        if remeasure or dtype not in self._benchmarks:
-            planner.check_idle(self.current_run)
-            self._benchmarks[dtype] = planner.run_benchmark(self._engine_group, dtype)
-        return self._benchmarks[dtype]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from dtkit._util import formatting, timeouts
 from dtkit._util.arguments import explain_arguments, suggest_arguments
+from dtkit._util.completion import UserNames
 from dtkit._util.notebook import in_notebook, is_kernel_shut_down
 from dtkit._util.script_errors import install_hook
 from dtkit.cluster import cluster_file
@@ -51,7 +52,7 @@ _clusters: weakref.WeakValueDictionary[Path, Engines] = weakref.WeakValueDiction
 
 
 @explain_arguments
-class Engines:
+class Engines(metaclass=UserNames):
     """Started or attached engines: their state, repair and end. The base of `Cluster`."""
 
     current_run: Run | None
@@ -181,6 +182,18 @@ class Engines:
         self._engine_group.check_open()
         hosts = self._engine_group.transport.hosts
         return stacks.collect_stacks(self.folder, self.nodes, None if hosts is None else hosts.inspect_process)
+
+    def benchmark(self, dtype: str = "float32", *, remeasure: bool = False) -> Benchmark:
+        """Measure how fast the engines compute and communicate, in a few seconds. Later calls return the same result.
+
+        All ranks multiply matrices of `dtype` ("float32", "float64", "bfloat16" or "float16") at once. Then come
+        all-reduces of growing size, and messages between each pair of ranks. The result shows itself as a table, and
+        its ``figure()`` as heat maps. `remeasure` measures again. Raises RunError while a run is running.
+        """
+        if remeasure or dtype not in self._benchmarks:
+            planner.check_idle(self.current_run)
+            self._benchmarks[dtype] = planner.run_benchmark(self._engine_group, dtype)
+        return self._benchmarks[dtype]
 
     def interrupt(self, ranks: Sequence[int] | None = None) -> None:
         """Interrupt what engines are doing, as the notebook's interrupt button does. Does not wait."""

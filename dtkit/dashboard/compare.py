@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from dtkit._util import formatting
 from dtkit._util.arguments import explain_arguments, suggest_arguments
 from dtkit._util.attributes import suggest_attributes
+from dtkit._util.completion import UserNames, hide_constructor, hide_from_completion
 from dtkit._util.formatting import name_type
 from dtkit._util.notebook import in_notebook
 from dtkit.dashboard.line_samples import format_notebook_sample
@@ -83,10 +84,14 @@ class _HasStatus(Protocol):
     def status(self) -> Status: ...
 
 
+@hide_constructor
 @suggest_attributes("comparison")
+@hide_from_completion("make_mime_bundle")
 @explain_arguments
-class Comparison:
-    """The result of :func:`compare`. A notebook shows a table over a figure, a terminal the table only.
+class Comparison(metaclass=UserNames):
+    """Several runs next to each other, which ``dtkit.compare(run, other)`` returns.
+
+    A notebook shows a table over a figure, a terminal the table only. ``report()`` writes both to a file.
 
     The figure in a notebook is live: its charts zoom and name what is at the pointer, and follow runs that go on.
     """
@@ -208,7 +213,12 @@ def compare(
     labels: Sequence[str] | None = None,
     sort_by: str | None = None,
 ) -> Comparison:
-    """Compare several runs: loss against steps, time and, in ``figure()``, the bytes that each rank sent.
+    """Compare several runs: loss against steps, time and, in ``figure()``, the bytes that each rank sent::
+
+        comparison = dtkit.compare(run, other, labels=["lr 0.1", "lr 0.01"], sort_by="loss")
+        comparison  # in the last line of a cell: a table and charts
+        comparison.differences  # settings that the runs don't share
+        comparison.report("comparison.html")
 
     `runs` are runs, also while they train, or histories (``dtkit.History.from_jsonl(path)``): ``compare(run, other)``,
     or one list of them. `labels` name them in the figure. Without labels, a run has its name, and its strategy where

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dtkit._util import formatting
 from dtkit._util.arguments import explain_arguments
 from dtkit._util.attributes import suggest_attributes
-from dtkit._util.completion import hide_from_completion
+from dtkit._util.completion import UserNames, hide_constructor, hide_from_completion
 from dtkit._util.formatting import name_type
 from dtkit._util.table import Table
 from dtkit.dashboard.text.progress import show_progress
@@ -33,12 +33,14 @@ if TYPE_CHECKING:
     from dtkit.types import ModelSummary
 
 
+@hide_constructor
 @explain_arguments
 @suggest_attributes("replicas")
 @hide_from_completion("batch_norm_names", "engine_group", "key", "list_modules", "returns_loss", "summary")
-class ModelHandle:
-    """One copy of a model per rank, as it was when it was sent. Pass it to ``cluster.train`` as often as you like.
+class ModelHandle(metaclass=UserNames):
+    """One copy of a model per rank, as ``cluster.broadcast(model)`` sent it.
 
+    Pass it to ``cluster.train`` as often as you like: each training begins with the weights that were sent.
     ``checksums`` has each rank's digest of all parameters and buffers; equal digests mean equal bits. It is empty if
     ranks map one file.
     """

@@ -14,7 +14,7 @@ import numpy as np
 from dtkit._util import formatting, views
 from dtkit._util.arguments import explain_arguments
 from dtkit._util.attributes import suggest_attributes
-from dtkit._util.completion import hide_from_completion
+from dtkit._util.completion import UserNames, hide_from_completion
 from dtkit._util.stacklevel import find_caller_stacklevel
 from dtkit.data.sharding import Shard, build_shards, check_labels, to_index
 
@@ -30,10 +30,11 @@ _MAX_LINE = 88
 @explain_arguments
 @suggest_attributes("partition")
 @hide_from_completion("flatten_indices", "format_headline", "note", "source", "to_dict", "to_json")
-class Partition:
+class Partition(metaclass=UserNames):
     """Partition of `n` rows into one shard for each rank. Notebooks show it as a table and a figure.
 
-    ``cluster.partition(data)`` makes one. A UserWarning says if classes differ between shards by more than chance.
+    Call ``cluster.partition(data)`` to make one of your data, and pass it to ``cluster.train``. Without data it shows
+    how rows would be divided. A UserWarning says if classes differ between shards by more than chance.
 
     >>> dtkit.Partition(8, 2, weights=[3, 1]).sizes
     (6, 2)
@@ -42,7 +43,7 @@ class Partition:
     world_size : number of ranks.
     by, weights, seed : as for :meth:`dtkit.Cluster.partition`; without "speed".
     labels : class of each row; "stratified" needs them. They also show the balance of classes.
-    source : handle of the rows on the engines; None for a partition without rows.
+    source : what ``cluster.partition`` sets, so that a training finds the rows on the engines.
     """
 
     source: Any

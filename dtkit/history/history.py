@@ -19,7 +19,7 @@ import numpy as np
 
 from dtkit._util.arguments import check_no_folder, check_path, explain_arguments
 from dtkit._util.attributes import suggest_attributes
-from dtkit._util.completion import hide_from_completion
+from dtkit._util.completion import UserNames, hide_constructor, hide_from_completion
 from dtkit._util.formatting import format_count
 from dtkit._util.suffixes import JSON_LINES, check_suffix
 from dtkit.history.growing_array import check_index, check_range
@@ -62,6 +62,7 @@ ROW_DTYPE = np.dtype(
 """Row of one rank and step, in the order of :class:`~dtkit.types.StepRecord`."""
 
 
+@hide_constructor
 @explain_arguments
 @suggest_attributes("history")
 @hide_from_completion(
@@ -71,11 +72,16 @@ ROW_DTYPE = np.dtype(
     "directions", "list_scalar_records", "num_inherited_events", "num_totals", "num_valid_rows", "read_totals"
 )
 @hide_from_completion("read_position", "read_valid_rows", "read_valid_totals", "returns", "run_log", "version")
-class History:
-    """All ranks' steps; ``len(history)`` is the number of rows (one for each rank and step).
+class History(metaclass=UserNames):
+    """What each rank did in each step of a run. ``run.history`` is one, also while the run appends::
 
-    Iterate over it or index it for :class:`~dtkit.types.StepRecord`. :meth:`column` returns a column as an array, and
-    :meth:`to_pandas` a DataFrame. It can be read while the run appends.
+        steps, losses = run.history.loss()  # as arrays
+        run.history.to_pandas().groupby("rank")["step_s"].median()
+        run.history.to_jsonl("run.jsonl")
+        history = dtkit.History.from_jsonl("run.jsonl")
+
+    ``len(history)`` is the number of rows (one for each rank and step). Iterate over it or index it for
+    :class:`~dtkit.types.StepRecord`. :meth:`column` returns a column as an array, and :meth:`to_pandas` a DataFrame.
 
     A run that goes back to a snapshot takes steps again. What was undone counts nowhere, but ``len``, an index,
     iteration and :meth:`rows` have every row that arrived.
@@ -274,9 +280,7 @@ class History:
         return find_missing_steps((self.totals() if rank is None else self._select_rank(rank))["step"])
 
     def column(self, name: str) -> np.ndarray:
-        """Return one column of the rows of :meth:`to_pandas`: a part of :class:`~dtkit.types.StepRecord`, or numbers
-        from `dtkit.log`.
-        """
+        """Return a column of :meth:`to_pandas`: a part of :class:`~dtkit.types.StepRecord`, or of `dtkit.log`."""
         if name in self.scalar_names:
             return self._scalars.align(name, self.read_valid_rows())
         if name not in (ROW_DTYPE.names or ()):
@@ -293,9 +297,7 @@ class History:
 
     @property
     def system_names(self) -> list[str]:
-        """Names of the numbers that engines report about their machines, such as ``system/CPU (cores)``; for
-        :meth:`scalar`.
-        """
+        """Names of the numbers on the engines' machines, such as ``system/CPU (cores)``; for :meth:`scalar`."""
         return [name for name in self._scalars.names if name.startswith(SYSTEM_PREFIX)]
 
     def count_scalar_records(self, name: str) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtkit._util.arguments import explain_arguments
 from dtkit._util.attributes import suggest_attributes
-from dtkit._util.completion import hide_from_completion
+from dtkit._util.completion import hide_constructor, hide_from_completion
 from dtkit._util.deadline import Deadline
 from dtkit.errors import RunError
 from dtkit.history.history import History
@@ -48,11 +48,18 @@ if TYPE_CHECKING:
     from dtkit.types import Evaluation, ReplicaCheckResult, RunSpec, Status
 
 
+@hide_constructor
 @suggest_attributes("run")
 @hide_from_completion("delay_factors", "ended_engines", "is_released", "lifecycle", "post", "subscribe")
 @explain_arguments
 class Run(ShownRun):
-    """One training on a cluster. As the last line of a cell, it is a live dashboard.
+    """One training on a cluster, which ``cluster.train(...)`` returns. As the last line of a cell, it is a dashboard::
+
+        run.pause()  # all ranks, after the same step
+        run.set(lr=0.01)
+        run.step(3)  # takes three steps
+        run.resume()
+        await run  # in a script, run.wait(); then run.model is the trained model
 
     ``run.pause()``, ``step()``, ``set(lr=...)`` and ``stop()`` return the step at which they took effect on all ranks.
     ``await run``, ``run.wait()`` and ``run.result()`` wait for the end, also through a pause. They raise the run's
@@ -62,7 +69,6 @@ class Run(ShownRun):
     """
 
     lifecycle: RunLifecycle
-    """What the cluster does with the run: not for users."""
 
     def __init__(self, engine_group: EngineGroup, plan: RunPlan) -> None:
         super().__init__(History(ranks_per_replica=plan.options.ranks_per_replica))
@@ -200,9 +206,8 @@ class Run(ShownRun):
     def explain_step(self, timeout: float | None = None) -> Explanation:
         """Take one step while paused, and explain it.
 
-        For replicas, it shows each rank's rows, loss and gradients, their sum, and the update. For a pipeline, it shows
-        the activations and gradients that are sent between stages. For sharded parameters, it shows the collectives
-        with their bytes.
+        For replicas: each rank's rows, loss and gradients, their sum, and the update. For a pipeline: the activations
+        and gradients that stages send to each other. For sharded parameters: the collectives with their bytes.
         """
         from dtkit.explain import explain
 
@@ -244,10 +249,7 @@ class Run(ShownRun):
         self._notify()
 
     def inject_delay(self, rank: int, factor: float, *, timeout: float | None = None) -> None:
-        """Make one rank's computing take `factor` times as long (it sleeps), for lessons. A factor of 1 ends that.
-
-        Every picture of the run shows the delay.
-        """
+        """Make one rank's computing take `factor` times as long (it sleeps), for lessons. A factor of 1 ends that."""
         self.note(self._job.inject_delay(rank, factor, timeout))
 
     def inject_fault(self, name: str, rank: int, *, timeout: float | None = None) -> None:
@@ -265,11 +267,10 @@ class Run(ShownRun):
     ) -> CheckpointResult:
         """Write a checkpoint, to resume from later, into a new folder in `path`.
 
-        By default, `path` is ``checkpoint_dir``, or else a folder of this run's own in "checkpoints".
-
-        While the run is RUNNING, the checkpoint has the state after the current step, and training continues while
-        ranks write. With `keep_last`, only the newest ones stay. Raises CheckpointError if it could not be written; the
-        run and older checkpoints are then unchanged. For another `format`, `path` will have the model; see
+        By default, `path` is ``checkpoint_dir``, or else a folder of this run's own in "checkpoints". While the run is
+        RUNNING, the checkpoint has the state after the current step, and training continues while ranks write. With
+        `keep_last`, only the newest ones stay. Raises CheckpointError if it could not be written; the run and older
+        checkpoints are then unchanged. For another `format`, `path` will have the model; see
         :meth:`dtkit.Checkpoint.export`.
         """
         if format != "dtkit":
@@ -314,7 +315,10 @@ class Run(ShownRun):
         batch_size: int | None = None,
         timeout: float | None = None,
     ) -> Evaluation:
-        """Return loss and metrics over `data` (arrays, a Dataset, a function or a Partition), split over the ranks.
+        """Return loss and metrics over `data` (arrays, a Dataset, a function or a Partition), split over the ranks::
+
+            result = run.evaluate((X, y), {"accuracy": lambda out, target: (out.argmax(1) == target).float().mean()})
+            result["accuracy"]
 
         By default, `metrics` and `batch_size`, the rows of all ranks, are the training's. The result is exact for any
         number of samples. A run before the current one sends its weights again, while no other run is training.
@@ -351,10 +355,7 @@ class Run(ShownRun):
         return Efficiency(workload, rate if math.isfinite(rate) else 0.0, self.spec.world_size)
 
     def placement(self, *, timeout: float | None = None) -> Any:
-        """Return a table of the part of the model that each rank holds under the strategy.
-
-        None if every rank holds the whole model, or an even part of every parameter.
-        """
+        """Return a table of each rank's part of the model; None for the whole, or an even part of each parameter."""
         return self._job.get_placement(timeout)
 
     def verify(self, steps: int = 20, *, timeout: float | None = None) -> Verification:
@@ -387,7 +388,6 @@ class Run(ShownRun):
 
     def release(self, timeout: float | None = None) -> None:
         """Free everything that the engines hold for this run, after fetching its weights. Stops a paused run.
-        Idempotent.
 
         Raises TimeoutError if the weights don't arrive within `timeout` seconds; the engines then keep the job.
         """

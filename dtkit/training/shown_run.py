@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
 from dtkit._util.arguments import explain_arguments
+from dtkit._util.completion import UserNames
 from dtkit._util.guard import Subscribers
-from dtkit.dashboard.run_view import RunView
 from dtkit.errors import NonFiniteError
 from dtkit.history.history import History
 from dtkit.training.failure_notice import FailureNotice
@@ -17,12 +17,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dtkit._util.views import Figure
+    from dtkit.dashboard.run_view import RunView
     from dtkit.dashboard.summary.verdict import Verdict
     from dtkit.dashboard.written_report import WrittenReport
 
+else:
+    RunView = object  # `help` of a run shows its bases, and a protocol is none for users
+
 
 @explain_arguments
-class ShownRun(RunView):
+class ShownRun(RunView, metaclass=UserNames):
     """The part of a run that creates views and that views use. :class:`~dtkit.Run` has the properties."""
 
     def __init__(self, history: History) -> None:
@@ -73,7 +77,10 @@ class ShownRun(RunView):
         return run_text.format_run(self)
 
     def dashboard(self, *, fault_injection: bool = False) -> None:
-        """Show the dashboard here, as `run` does in the last line of a cell.
+        """Show the dashboard here, as `run` does in the last line of a cell::
+
+            run.dashboard()
+            run.dashboard(fault_injection=True)  # with the buttons "Slow down" and "Kill"
 
         With ``fault_injection=True`` it can also slow nodes down and end them, for lessons.
         """
@@ -88,7 +95,10 @@ class ShownRun(RunView):
         description: str = "",
         single_process: ShownRun | History | None = None,
     ) -> WrittenReport:
-        """Write the run as one self-contained HTML file. Return its place, which a notebook shows as a link.
+        """Write the run as one self-contained HTML file. Return its place, which a notebook shows as a link::
+
+            run.report()
+            run.report("digits.html", description="Does a learning rate of 0.1 diverge?")
 
         By default, `path` is a file in the current folder, named after the run and its start. `description` is text
         below the title, such as what the run was to find out. `single_process` is the same training on one engine (a

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import nbformat
 import psutil
@@ -41,21 +41,17 @@ MOST_LINES = 14
 """Of a cell."""
 
 
-def execute(
-    path: str | Path, timeout: float, cwd: str | Path | None = None, restart_before: str | None = None
-) -> NotebookNode:
+def execute(path: str | Path, timeout: float, cwd: str | Path | None = None) -> NotebookNode:
     """Run all cells of the notebook at `path` and return it with their outputs; the file is not changed.
 
-    A cell may take `timeout` seconds. The kernel starts in `cwd`, by default the notebook's folder, and is restarted
-    before the cell that has `restart_before` in its source. It is the Python of the tests, with a temporary IPython
-    profile. Raises nbclient's CellExecutionError, which shows the failing cell's source and traceback,
-    CellTimeoutError, or DeadKernelError.
+    A cell may take `timeout` seconds. The kernel starts in `cwd`, by default the notebook's folder. It is the
+    Python of the tests, with a temporary IPython profile. Raises nbclient's CellExecutionError, which shows the failing
+    cell's source and traceback, CellTimeoutError, or DeadKernelError.
     """
     path = Path(path)
     notebook = nbformat.read(path, as_version=4)
-    client = _Client(
+    client = NotebookClient(
         notebook,
-        restart_before,
         kernel_name="python3",
         kernel_manager_class=_ThisPython,
         timeout=timeout,
@@ -67,20 +63,6 @@ def execute(
     with tempfile.TemporaryDirectory(prefix="ipython-") as profile:
         client.execute(env=os.environ | {"IPYTHONDIR": profile})
     return notebook
-
-
-class _Client(NotebookClient):
-    """Client that restarts the kernel before one cell, as the menu does."""
-
-    def __init__(self, notebook: NotebookNode, restart_before: str | None, **options: Any) -> None:
-        super().__init__(notebook, **options)
-        self._restart_before = restart_before
-
-    async def async_execute_cell(self, cell: NotebookNode, *args: Any, **options: Any) -> NotebookNode:
-        if self._restart_before is not None and self._restart_before in cell.source:
-            await self.km.restart_kernel()
-            await self.kc.wait_for_ready(timeout=self.startup_timeout)
-        return await super().async_execute_cell(cell, *args, **options)
 
 
 class _ThisPython(AsyncKernelManager):
@@ -157,11 +139,11 @@ class ExecutedNotebook:
         )
 
 
-def execute_and_watch(path: str | Path, timeout: float = 120, restart_before: str | None = None) -> ExecutedNotebook:
+def execute_and_watch(path: str | Path, timeout: float = 120) -> ExecutedNotebook:
     """Execute a notebook as `execute` does, and watch its processes."""
     footprint = Footprint()
     with footprint.watching():
-        notebook = execute(path, timeout, restart_before=restart_before)
+        notebook = execute(path, timeout)
     return ExecutedNotebook(notebook, footprint)
 
 

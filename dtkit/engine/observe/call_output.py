@@ -212,7 +212,16 @@ def ignore_logged(_values: dict[str, Any]) -> None:
 
 @hide_own_frames
 def log(*args: Any, **values: Any) -> None:
-    """Report numbers of this rank, from a training or from a function in ``cluster.run``.
+    """Report numbers of this rank, from a training or from a function in ``cluster.run``::
+
+        def training_step(model, batch):
+            output, target = model(batch[0]), batch[1]
+            dtkit.log(accuracy=(output.argmax(1) == target).float().mean())
+            return nn.functional.cross_entropy(output, target)
+
+        run = cluster.train(model, (X, y), training_step=training_step, optimizer=sgd, batch_size=64, steps=20)
+        run.wait()
+        run.history.scalar("accuracy")  # (steps, values); the dashboard has a chart of it
 
     Numbers from a loss or training step become columns of the run's history. Each is a mean over the samples of all
     ranks, or of pairs (sum, weight). Those from a callback after an epoch belong to its last step. From a function the

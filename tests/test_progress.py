@@ -6,11 +6,13 @@ import io
 import re
 import sys
 import threading
+import types
 from typing import Any
 
 import pytest
 
 from dtkit._util import timeouts
+from dtkit._util.notebook import in_notebook
 from dtkit.dashboard.text import progress
 
 
@@ -184,3 +186,9 @@ def test_a_notebook_display_shows_the_elapsed_time_at_the_end(quick, monkeypatch
     assert shown[1] == "starting … 0 s"
     assert re.fullmatch(r"starting: \S+ s", shown[-1])
     assert sum(isinstance(entry, tuple) for entry in shown) == 1
+
+
+def test_a_half_imported_ipython_has_no_shell(monkeypatch):
+    """The thread of the progress looked for one while another thread imported IPython, and failed."""
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    assert not in_notebook()

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 def get_shell() -> Any:
     """Return IPython's shell, or None outside of IPython. Never imports IPython."""
-    ipython = sys.modules.get("IPython")
-    return None if ipython is None else ipython.get_ipython()
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)  # another thread may be importing it
+    return None if get_ipython is None else get_ipython()
 
 
 def in_notebook() -> bool:

@@ -129,8 +129,9 @@ class Comparison(metaclass=UserNames):
         ends = [describe_end(run, history) for run, history in zip(self.runs, self.histories, strict=True)]
         verifications = [getattr(run, "verification", None) for run in self.runs]  # a history has none
         specs = [run.spec if isinstance(run, Comparable) else None for run in self.runs]
-        columns = self.labels, self.histories, self._strategies, positions, states, ends, verifications, specs
-        rows = [make_row(*item, number) for number, item in enumerate(zip(*columns, strict=True), 1)]
+        numbers = range(1, len(specs) + 1)
+        columns = self.labels, self.histories, self._strategies, positions, states, ends, verifications, specs, numbers
+        rows = [make_row(*item) for item in zip(*columns, strict=True)]
         return [rows[k] for k in self.order]
 
     def figure(self) -> Figure:

@@ -63,6 +63,7 @@ def test_a_long_validation_says_that_it_is_one(cluster2, tmp_path):
 
     def patient(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         while torch.distributed.is_initialized() and not flag.exists():
+            # sleeps: on an engine, which has nothing else to wait for
             time.sleep(0.02)
         return (output.argmax(1) == target).float().mean()
 

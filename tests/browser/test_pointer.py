@@ -122,26 +122,26 @@ def test_a_new_state_is_drawn_before_the_charts(page: Page):
     """All panels took a tenth of a second and more, and the header waited for them."""
     run = FakeSource(ranks=2, strips=True)
     view = make_view(page, run)
+    page.evaluate(_PAINTED)
     page.evaluate("""() => {
-      window.order = [];
-      const note = (name) => new MutationObserver(() => window.order.push(name));
-      const chip = document.querySelector(".dtk-chip");
-      note("state").observe(chip, { subtree: true, childList: true, characterData: true });
-      const line = document.querySelector("[data-testid=loss-chart] path.dtk-line[data-rank='0']");
-      note("chart").observe(line, { attributes: true, attributeFilter: ["d"] });
-      window.frames = 0;
+      const drawn = () => ({
+        state: document.querySelector(".dtk-chip").textContent,
+        chart: document.querySelector("[data-testid=loss-chart] path.dtk-line[data-rank='0']").getAttribute("d"),
+      });
+      window.before = drawn();
       window.when = {};
-      const count = () => {
-        window.frames += 1;
-        for (const name of window.order) window.when[name] ??= window.frames;
-        requestAnimationFrame(count);
+      let frames = 0;
+      const note = () => {
+        frames += 1;
+        for (const [name, value] of Object.entries(drawn())) if (value !== window.before[name]) window.when[name] ??= frames;
+        requestAnimationFrame(note);
       };
-      requestAnimationFrame(count);
+      requestAnimationFrame(note);
     }""")
     run.advance(30)
     run.state = State.PAUSED
     view.update()
-    page.evaluate(_PAINTED)
+    page.wait_for_function("() => window.when.state && window.when.chart")
     when = page.evaluate("() => window.when")
     assert when["state"] < when["chart"], when
 

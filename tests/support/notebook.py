@@ -25,6 +25,7 @@ from nbclient import NotebookClient
 from traitlets import default
 
 from dtkit.cluster.forkserver.engine import ENGINE_NAME
+from tests.support.kernel import TRANSPORT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,12 +62,17 @@ def execute(path: str | Path, timeout: float, cwd: str | Path | None = None) -> 
         resources={"metadata": {"path": str(cwd or path.parent)}},
     )
     with tempfile.TemporaryDirectory(prefix="ipython-") as profile:
+        client.create_kernel_manager().ip = f"{profile}/socket"  # a relative path would be one of the kernel's folder
         client.execute(env=os.environ | {"IPYTHONDIR": profile})
     return notebook
 
 
 class _ThisPython(AsyncKernelManager):
     """Manager of one kernel, "python3": ipykernel's own, which starts ``sys.executable``."""
+
+    @default("transport")
+    def _sockets_in_files(self) -> str:
+        return TRANSPORT
 
     @default("kernel_spec_manager")
     def _no_installed_kernels(self) -> KernelSpecManager:

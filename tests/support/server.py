@@ -8,9 +8,11 @@ import os
 import queue
 import re
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import contextmanager
@@ -18,6 +20,8 @@ from typing import IO, TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import psutil
+
+from tests.support.kernel import TRANSPORT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,12 +57,15 @@ def jupyterlab(folder: Path, app: str = "jupyterlab") -> Iterator[Server]:
     """Run JupyterLab (or the app "notebook") with all its files in `folder`, and end it with its processes."""
     root = folder / "root"
     root.mkdir(parents=True)
+    sockets = tempfile.mkdtemp(prefix="sockets-")
     token = secrets.token_hex(16)
     command = [
         *(sys.executable, "-m", app, "--no-browser", "--ip=127.0.0.1", "--port=0", "--allow-root"),
         *(f"--{_CLASSES[app]}.expose_app_in_browser=True", f"--ServerApp.root_dir={root}"),
         # This database lists trusted outputs; the user's must stay unchanged.
         f"--NotebookNotary.db_file={folder / 'signatures.db'}",
+        # The path of a socket has 100 characters at most, and pytest's folders are long.
+        *(f"--KernelManager.transport={TRANSPORT}", f"--KernelManager.ip={sockets}/kernel"),
     ]
     process = subprocess.Popen(
         command,
@@ -74,6 +81,7 @@ def jupyterlab(folder: Path, app: str = "jupyterlab") -> Iterator[Server]:
         yield Server(url, token, root, process.pid)
     finally:
         _stop(process)
+        shutil.rmtree(sockets)
 
 
 def _wait_until_listening(url: str) -> None:

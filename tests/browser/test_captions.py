@@ -18,6 +18,7 @@ from dtkit.dashboard.live.comparison_widget import ComparisonWidget
 from dtkit.dashboard.live.series_feed import SeriesFeed
 from dtkit.history.scalars import CORE_WAIT_NAME, ScalarRecord
 from dtkit.types import Evaluation
+from tests.support.comparison_sources import build_message_of_named
 from tests.support.fake_source import FakeSource
 from tests.support.static_view import StaticView, encode_message, load_widget
 
@@ -70,10 +71,7 @@ def test_caption_is_whole_and_ends_before_the_tools_of_its_panel(page: Page, wid
 
 def test_caption_of_a_comparison_ends_before_the_tools(page: Page):
     page.set_viewport_size({"width": 830, "height": 1200})
-    runs = [FakeSource(steps=100, seed=k, name=f"run {k}") for k in range(2)]
-    for run in runs:
-        run.advance(100)
-    message = ComparisonMessageBuilder(dtkit.compare(*runs)).build_snapshot()
+    message = build_message_of_named(["run 0", "run 1"], 100)
     message.content["head"]["most"] = 7.37
     load_widget(page, str(ComparisonWidget._esm), message, "light")
     note = page.get_by_test_id("comparison-chart").locator("h3 .dtk-note")

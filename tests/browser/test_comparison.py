@@ -15,7 +15,7 @@ from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
 from dtkit.dashboard.live.comparison_widget import ComparisonWidget
 from dtkit.history.scalars import ScalarRecord
 from dtkit.types import Evaluation, State
-from tests.support.comparison_sources import make_diverging_pair, make_logging_runs
+from tests.support.comparison_sources import build_message_of_named, make_diverging_pair, make_logging_runs
 from tests.support.fake_source import FakeSource
 from tests.support.static_view import encode_message, load_widget
 
@@ -169,10 +169,7 @@ def test_a_small_chart_has_what_is_distinct_in_names_or_numbers(
 
 def test_a_setting_and_its_number_are_on_one_line_at_the_end_of_a_run(page: Page):
     page.set_viewport_size({"width": 700, "height": 900})
-    runs = [FakeSource(steps=200, seed=k, name=f"DataParallel(), lr 0.{k}2") for k in range(2)]
-    for run in runs:
-        run.advance(200)
-    message = ComparisonMessageBuilder(dtkit.compare(*runs)).build_snapshot()
+    message = build_message_of_named(["DataParallel(), lr 0.02", "DataParallel(), lr 0.12"], 200)
     load_widget(page, str(ComparisonWidget._esm), message, "light")
     lines = page.get_by_test_id("comparison-chart").locator(".dtk-labels tspan")
     expect(lines).to_have_count(4)

@@ -4,6 +4,8 @@ import dataclasses
 
 import numpy as np
 
+import dtkit
+from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
 from dtkit.history.scalars import ScalarRecord
 from dtkit.types import Evaluation
 from tests.support.fake_source import FakeSource
@@ -16,6 +18,14 @@ def make_source(strategy="DataParallel()", *, every=1, steps=80, ranks=4, name="
     source.sends = lambda step: np.where(step % every == 0, sent, 0)
     source.advance(steps)
     return source
+
+
+def build_message_of_named(names, steps):
+    """Return the live view's message of a comparison of runs with these names, each after `steps` steps."""
+    runs = [FakeSource(steps=steps, seed=k, name=name) for k, name in enumerate(names)]
+    for run in runs:
+        run.advance(steps)
+    return ComparisonMessageBuilder(dtkit.compare(*runs)).build_snapshot()
 
 
 def make_diverging_pair():

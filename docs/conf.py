@@ -91,6 +91,14 @@ _NO_OUTPUTS = (
 )
 _PICTURE = re.compile(r"^!\[(?P<alt>[^\]]+)\]\((?:\.\./)+notebooks/images/(?P<name>[\w-]+)\.png\)$", re.MULTILINE)
 """A line of a page that is a picture, as GitHub shows it."""
+_ENTRY = re.compile(r"^(?:-|\|) \[[^\]]+\]\((?P<page>[^):#]+)\.(?:md|ipynb)\)", re.MULTILINE)
+"""A page in the list or the table of an index."""
+_OUTSIDE = {  # files that GitHub shows at these places -> the site's own pages
+    "../../README.md#the-example": "/example.md",
+    "](../CONTRIBUTING.md)": "](contributing.md)",
+    "](../CHANGELOG.md)": "](changelog.md)",
+    "../../notebooks/": "/tutorials/",
+}
 _PARAMETER = re.compile(r"(?P<names>[*\w]+(, [*\w]+)*) : (?P<text>.*)")
 
 
@@ -131,12 +139,33 @@ def skip_internal(_app: Any, kind: str, name: str, _object: Any, skip: bool, _op
 
 
 def adapt_links(_app: Any, document: str, content: list[str]) -> None:
-    """Show pictures in the theme's colors, and let links to the README, notebooks and headings point into the site."""
-    text = content[0].replace("../../README.md#the-example", "/example.md")
-    text = _PICTURE.sub(_show_in_both_themes, text).replace("../../notebooks/", "/tutorials/")
+    """Show pictures in the theme's colors, and let links to the README, notebooks and headings point into the site.
+
+    An index becomes the parent of the pages that it lists.
+    """
+    text = _PICTURE.sub(_show_in_both_themes, content[0])
+    for outside, inside in _OUTSIDE.items():
+        text = text.replace(outside, inside)
+    if document.endswith(("index", "README", "contributing")):
+        text = re.sub(r"^# .+\n", lambda heading: heading[0] + _make_toctrees(text), text, count=1, flags=re.MULTILINE)
     if document.startswith("tutorials/"):
         text = re.sub(r"\]\(#([^)]+)\)", lambda match: f"](#{_make_slug(match[1])})", text)
     content[0] = text
+
+
+def _make_toctrees(index: str) -> str:
+    """Return a hidden toctree of the pages that each section of an index lists, so that GitHub shows none."""
+    sections = [
+        (section.partition("\n")[0], _ENTRY.findall(section))
+        for section in re.split(r"^##? ", index, flags=re.MULTILINE)
+    ]
+    listed = [(heading, pages) for heading, pages in sections if pages]
+    return "".join(
+        "\n".join(
+            ["", "```{toctree}", ":hidden:", *[f":caption: {heading}"] * (len(listed) > 1), "", *pages, "```", ""]
+        )
+        for heading, pages in listed
+    )
 
 
 def _show_in_both_themes(picture: re.Match[str]) -> str:

@@ -44,6 +44,8 @@ NEWCOMERS_WORDS = {
     "how-to/torchrun-script": ["torchrun"],
 }
 """What users of other libraries type into the site's search, and the page that answers."""
+LISTED = re.compile(r"^(?:-|\|) \[[^\]]+\]\(([^)#]+)\)", re.MULTILINE)
+"""A page in the list or the table of an index."""
 FENCE = re.compile(r"^(```|:::).*?^\1", re.MULTILINE | re.DOTALL)
 
 
@@ -94,6 +96,31 @@ def find_type_fields(page: str) -> list[str]:
 def test_links_and_anchors_of_all_pages_resolve(root: Path):
     broken = {path.relative_to(root).as_posix(): find_broken_links(path) for path in list_pages(root)}
     assert {page: links for page, links in broken.items() if links} == {}
+
+
+def list_indexes(root: Path) -> list[Path]:
+    docs = root / "docs"
+    return [docs / "index.md", docs / "contributing.md", docs / "decisions" / "README.md", *docs.glob("*/index.md")]
+
+
+def test_each_page_is_in_the_index_of_its_folder_as_a_plain_link(root: Path):
+    """GitHub shows neither Sphinx's lists of pages nor its cards."""
+    listed: dict[Path, set[Path]] = {}
+    for index in list_indexes(root):
+        links = LISTED.findall(index.read_text(encoding="utf-8"))
+        listed[index] = {(index.parent / link).resolve() for link in links} | {index}
+    for index in list_indexes(root):
+        folder = root / "notebooks" if index.parent.name == "tutorials" else index.parent
+        found = set().union(*listed.values()) if folder == root / "docs" else listed[index]
+        pages = {*folder.glob("*.md"), *folder.glob("*.ipynb")}
+        sites_own = {folder / "contributing.md", folder / "changelog.md"}  # GitHub shows the files that they include
+        assert pages - found - sites_own == set(), index
+
+
+def test_no_index_has_a_directive_of_sphinx_instead_of_links(root: Path):
+    for index in list_indexes(root):
+        blocks = re.findall(r"^(?:```|:::+)\{([\w-]+)\}", index.read_text(encoding="utf-8"), re.MULTILINE)
+        assert set(blocks) <= {"include", "eval-rst"}, index  # the reference is made of docstrings
 
 
 def test_a_broken_link_and_a_broken_anchor_are_found(tmp_path: Path):
@@ -198,6 +225,8 @@ def test_the_site_builds_without_a_warning(root: Path, tmp_path: Path):
     assert {name: found for name, found in fields.items() if found} == {}  # signatures have the types
     for name in ("pause.png", "pause-dark.png"):  # on light and on dark pages
         assert f'src="../_images/{name}"' in (tmp_path / "how-to" / "pause.html").read_text(encoding="utf-8")
+    sidebar = (tmp_path / "how-to" / "gpus.html").read_text(encoding="utf-8").partition("bd-sidebar-primary")[2]
+    assert re.search(r'<a class="reference internal" href="datasets.html">Train on a Dataset', sidebar)
     index = json.loads((tmp_path / "searchindex.js").read_text(encoding="utf-8").removeprefix("Search.setIndex(")[:-1])
     found = index["terms"]["dashboard"]
     assert index["docnames"].index("changelog") not in found

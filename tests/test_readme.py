@@ -180,13 +180,14 @@ def test_make_targets_in_the_readme_exist(root: Path):
 
 
 def test_links_to_this_repository_name_one_owner(root: Path):
-    """Its place on GitHub is unknown yet; pages with a link say what to replace."""
+    """Its place on GitHub is unknown yet. Pages with an address say what to replace, and none is a link to click."""
     pages = [root / "README.md", root / "CONTRIBUTING.md", *root.glob("docs/**/*.md"), *root.glob("notebooks/*.ipynb")]
     owners = {}
     for path in [*pages, root / "pyproject.toml"]:
         text = path.read_text(encoding="utf-8")
         owners |= dict.fromkeys(re.findall(r"https?://[\w./-]+/([\w-]+)/dtkit\b", text), path)
         assert "/OWNER/" not in text or re.search("[Rr]eplace OWNER", text), path
+        assert not re.search(r"\]\(\S+/OWNER/", text), path
     assert len(owners) == 1, owners
 
 

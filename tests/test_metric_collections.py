@@ -35,6 +35,20 @@ def test_engines_get_the_modules_of_metrics_before_the_first_step():
     assert modules == (MulticlassAccuracy.__module__, MulticlassF1Score.__module__, "torch.nn.functional")
 
 
+def test_a_module_that_raises_at_import_fails_no_metric_that_does_without(tmp_path, monkeypatch):
+    (tmp_path / "raises_at_import.py").write_text("raise RuntimeError('no display')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def own(output, target):
+        return (output.argmax(1) == target).float().mean()
+
+    own.__module__ = "raises_at_import"  # not loaded here, so engines get the function itself
+    with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as cluster:
+        run = train(cluster, metrics={"own": own}, validation=data())
+        run.wait(60)
+    assert "own" in run.history.evaluations[-1].values
+
+
 @pytest.mark.parametrize("monitor", ["top_MulticlassF1Score", "alone"])
 def test_early_stopping_monitors_a_metric_of_a_collection(monitor):
     cluster = dtkit.Cluster.from_transport(FakeTransport(2), device="cpu")

@@ -77,6 +77,18 @@ def test_a_limit_is_kept_and_a_guess_within_a_factor_of_two_is_right(
     assert second.strip() == comment
 
 
+@pytest.mark.parametrize(
+    ("measured", "guess", "is_right"),
+    [(0, 0, True), (0, 1, False), (1, 0, False), (0, 1e-16, True), (3e-17, 0, True), (1e-16, 4e-16, False)],
+)
+def test_a_guess_next_to_0_is_right_if_both_are_0_up_to_rounding(
+    lesson: lessons.Lesson, measured: float, guess: float, *, is_right: bool
+):
+    """No factor of two leads from 0 to another number."""
+    lesson.at_most("steps missing", measured, 0, guess=guess)
+    assert lesson.score().num_right == is_right
+
+
 def test_a_guess_that_rounds_to_the_measurement_is_right(lesson: lessons.Lesson):
     lesson.claim("difference", 1e-17, "equal", 0, 1e-12, guess=0)
     lesson.claim("share", 0.66667, "2 / 3", 2 / 3, 1e-4, guess=0.667)
@@ -130,7 +142,9 @@ def test_a_score_counts_theory_and_guesses_apart(lesson: lessons.Lesson):
 
 def test_a_score_without_guesses_invites_to_make_some(lesson: lessons.Lesson):
     lesson.claim("first", 1, "n", 1)
-    assert repr(lesson.score()).startswith("1 of 1 claims hold; you made no guess.")
+    assert repr(lesson.score()).startswith(
+        "1 of 1 claims hold; you made no guess. To make some, replace None by a number"
+    )
 
 
 def test_a_cell_that_runs_twice_counts_once(lesson: lessons.Lesson):

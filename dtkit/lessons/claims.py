@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _CLOSE_FACTOR = 2  # a guess of a duration is close within this factor: durations vary from machine to machine
+_ROUNDING = 1e-9  # a number below it is 0 up to rounding
 _GOOD_COLOR, _BAD_COLOR = "#2a9d5c", "#d1495b"  # readable on white and on black
 
 
@@ -136,11 +137,11 @@ class Limit(Measurement):
 
     @property
     def is_guess_right(self) -> bool:
-        """Whether the guess is within a factor of two."""
+        """Whether the guess is within a factor of two; next to a 0, whether both are 0 up to rounding."""
         if self.guess is None:
             return False
         small, large = sorted((abs(self.guess), abs(self.measured)))
-        return self.guess == self.measured or 0 < large <= _CLOSE_FACTOR * small
+        return large <= (_CLOSE_FACTOR * small if small else _ROUNDING)
 
 
 def format_number(number: float) -> str:

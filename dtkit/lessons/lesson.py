@@ -43,7 +43,10 @@ class Score:
     def __repr__(self) -> str:
         held = f"{self.num_held} of {len(self.results)} claims hold"
         if not self.num_guesses:
-            return f"{held}; you made no guess. Type numbers instead of None and run the notebook again"
+            return (
+                f"{held}; you made no guess. To make some, replace None by a number in cells such as "
+                "guess_rows = None, and run all cells again"
+            )
         return f"{held}; {self.num_right} of your {self.num_guesses} guesses are right"
 
     def _repr_html_(self) -> str:
@@ -96,7 +99,11 @@ class Lesson:
         )
 
     def at_most(self, quantity: str, measured: Any, limit: float, *, guess: Any = None, unit: str = "") -> None:
-        """Show whether `measured` is at most `limit`, and the error of the reader's `guess`."""
+        """Show whether `measured` is at most `limit`, and the error of the reader's `guess`.
+
+        A guess within a factor of two is right. No factor leads from 0 to another number: if one of the two is 0, the
+        guess is right if both are 0 up to rounding.
+        """
         self._add(
             Limit(
                 quantity=quantity,

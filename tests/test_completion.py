@@ -108,6 +108,34 @@ def test_help_shows_what_is_for_users(user_objects):
         assert not [word for word in ("lambda self", "Protocol", "refuse", "engine_group") if word in text], name
 
 
+def list_arguments_of_any_type() -> list[str]:
+    """Return the public functions, and methods of public classes, whose help names an argument without its type."""
+    functions = {name: getattr(dtkit, name) for name in dtkit.__all__ if inspect.isfunction(getattr(dtkit, name))}
+    for kind in (dtkit.Cluster, dtkit.Run, dtkit.lessons.Lesson, dtkit.Pipeline):
+        members = ((name, getattr(kind, name)) for name in dir(kind) if not name.startswith("_"))
+        functions |= {f"{kind.__name__}.{name}": member for name, member in members if inspect.isroutine(member)}
+        functions[kind.__name__] = kind
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [
+        f"{name}({argument.name})"
+        for name, function in functions.items()
+        for argument in inspect.signature(function).parameters.values()
+        if argument.kind in named and str(argument.annotation) in ("Any", "Callable[..., Any] | None")
+    ]
+
+
+def test_help_names_the_type_of_each_argument_but_of_data_in_any_form():
+    assert sorted(list_arguments_of_any_type()) == [
+        "Cluster.from_client(client)",  # ipyparallel's, which only one module may import
+        "Cluster.partition(data)",
+        "Cluster.plan(data)",
+        "Cluster.train(data)",
+        "Cluster.train(validation)",
+        "Cluster.train_xgboost(data)",
+        "Run.evaluate(data)",
+    ]
+
+
 @pytest.mark.parametrize("kind", [dtkit.Run, dtkit.History, ModelHandle, Comparison])
 def test_help_shows_no_constructor_of_objects_that_dtkit_makes(kind: type):
     assert f"{kind.__name__}(" not in read_help(kind)[0].partition("\n |")[2].replace(f"dtkit.{kind.__name__}(", "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
 from dtkit._util.arguments import explain_arguments
 from dtkit._util.attributes import suggest_attributes
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
     from pathlib import Path
 
+    import keras
+    import torch
+    from numpy.typing import ArrayLike
+
+    from dtkit.data.broadcast import ModelHandle
     from dtkit.data.partition import Partition
     from dtkit.engine.callbacks import EngineCallback
     from dtkit.planning.plan import Plan
@@ -173,13 +178,13 @@ class Cluster(Engines):
         *,
         by: str = "contiguous",
         weights: Sequence[float] | None = None,
-        labels: Any = None,
+        labels: ArrayLike | None = None,
         seed: int | None = None,
         target: Hashable | Sequence[Hashable] = None,
         columns: Sequence[Hashable] | None = None,
-        model: Any = None,
-        loss: Callable[..., Any] | None = None,
-        training_step: Callable[..., Any] | None = None,
+        model: torch.nn.Module | ModelHandle | None = None,
+        loss: Callable[..., torch.Tensor | tuple[Any, ...]] | None = None,
+        training_step: Callable[..., torch.Tensor | tuple[Any, ...]] | None = None,
     ) -> Partition:
         """Partition data into one shard per rank. The result shows which rank got what::
 
@@ -212,7 +217,7 @@ class Cluster(Engines):
         equal_shards = distribute.partition_data(group, data, **options)
         return speed.repartition_by_speed(group, equal_shards, model, loss, training_step)
 
-    def broadcast(self, model: Any) -> broadcast.ModelHandle:
+    def broadcast(self, model: torch.nn.Module) -> ModelHandle:
         """Copy a model to every rank, with identical parameters and buffers.
 
         The result shows a checksum per rank, and is what a training takes::
@@ -223,25 +228,23 @@ class Cluster(Engines):
         self._engine_group.check_open()
         return broadcast.broadcast(self._engine_group, model)
 
-    # -- training ---------------------------------------------------------------------------------------------
-
     def train(
         self,
-        model: Any,
+        model: torch.nn.Module | ModelHandle | keras.Model,
         data: Any,
         *,
-        optimizer: Callable[..., Any] | None = None,
+        optimizer: Callable[..., torch.optim.Optimizer | Sequence[torch.optim.Optimizer]] | None = None,
         batch_size: int | None = None,
-        loss: Callable[..., Any] | None = None,
+        loss: Callable[..., torch.Tensor | tuple[Any, ...]] | None = None,
         epochs: int | None = None,
         steps: int | None = None,
         strategy: Strategy | None = None,
         shuffle: str | bool | None = "shard",
-        training_step: Callable[..., Any] | None = None,
-        metrics: Mapping[str, Callable[..., Any]] | None = None,
+        training_step: Callable[..., torch.Tensor | tuple[Any, ...]] | None = None,
+        metrics: Mapping[str, Callable[..., SupportsFloat]] | None = None,
         validation: Any = None,
         validation_every: int = 1,
-        lr_scheduler: Callable[..., Any] | None = None,
+        lr_scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
         lr_scheduler_every: str = "step",
         callbacks: Sequence[Any] = (),
         on_engine: Sequence[EngineCallback] = (),
@@ -316,8 +319,7 @@ class Cluster(Engines):
         checkpoint_every, checkpoint_dir, keep_last : write a checkpoint every so many steps and after the last one, and
             keep the newest few. Files of hosts that lack this folder are fetched. A folder without an interval gets
             only the last checkpoint. Disk errors don't end training.
-        checkpoint_trainable_only : leave frozen parameters out of checkpoints, such as those under an adapter of PEFT.
-            On resuming, they come from the model that you pass.
+        checkpoint_trainable_only : leave frozen parameters out of checkpoints. A resumed run takes your model's.
         resume_from : a checkpoint, as ``run.save()`` returns it, or a folder of which the newest is taken. `steps` and
             `epochs` count from the very start. Training continues from exactly that state, even with other engines or
             another strategy. From a model that ``run.save(format=...)`` or ``save_pretrained`` wrote, training takes
@@ -330,9 +332,8 @@ class Cluster(Engines):
             If only one rank holds a part, two ranks keep it in memory every 10 seconds, and the disk every 30.
         name, tags : for views, reports, comparisons and checkpoints; by default the model's class, and no tags.
 
-        Raises ValueError or TypeError for arguments that can't work, before anything starts. Raises RunError while
-        another run is running; one that is paused or has ended is released, and keeps its weights. Raises EngineError
-        if the engines can't build the job.
+        Raises ValueError or TypeError for bad arguments, RunError during another run, and EngineError if the engines
+        can't build the job. A run that is paused or has ended is released, and keeps its weights.
         """
         arguments = locals()
         config = TrainConfig(**{field.name: arguments[field.name] for field in dataclasses.fields(TrainConfig)})
@@ -371,13 +372,13 @@ class Cluster(Engines):
 
     def plan(
         self,
-        model: Any,
+        model: torch.nn.Module | ModelHandle,
         data: Any,
         *,
         batch_size: int,
-        optimizer: Callable[..., Any],
-        loss: Callable[..., Any] | None = None,
-        training_step: Callable[..., Any] | None = None,
+        optimizer: Callable[..., torch.optim.Optimizer | Sequence[torch.optim.Optimizer]],
+        loss: Callable[..., torch.Tensor | tuple[Any, ...]] | None = None,
+        training_step: Callable[..., torch.Tensor | tuple[Any, ...]] | None = None,
         strategies: Sequence[Strategy] | None = None,
         activation_checkpointing: bool | Sequence[str] = False,
     ) -> Plan:
@@ -389,9 +390,8 @@ class Cluster(Engines):
         strategy, and by one process for comparison (``plan.one_process``). Memory excludes the data, and what torch
         loads at the first step.
 
-        `data` are those of :meth:`train`, or a few rows of them, as in ``(X[:8], y[:8])``. `strategies` are those to
-        compare, by default one of each kind. The other arguments, and the errors, are those of :meth:`train`. The
-        plan's ``largest_batch()`` returns how many samples an update may have.
+        `data` are those of :meth:`train`, or a few rows of them. `strategies` are by default one of each kind. The
+        other arguments, and the errors, are those of :meth:`train`. ``plan.largest_batch()`` returns a `batch_size`.
         """
         planner.check_idle(self.current_run)
         request = profiler.PlanRequest(

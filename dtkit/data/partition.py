@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from matplotlib.figure import Figure
+    from numpy.typing import ArrayLike
 
 _MAX_LISTED_SIZES = 4
 _MAX_LINE = 88
@@ -56,7 +57,7 @@ class Partition(metaclass=UserNames):
         *,
         by: str = "contiguous",
         weights: Sequence[float] | None = None,
-        labels: Any = None,
+        labels: ArrayLike | None = None,
         seed: int | None = None,
         source: Any = None,
     ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, SupportsFloat
 
 from dtkit._util.arguments import explain_arguments
 from dtkit._util.attributes import suggest_attributes
@@ -72,12 +72,12 @@ class Lesson:
     def claim(
         self,
         quantity: str,
-        measured: Any,
+        measured: SupportsFloat,
         formula: str,
-        expected: Any,
+        expected: SupportsFloat,
         tolerance: float = 0.0,
         *,
-        guess: Any = None,
+        guess: SupportsFloat | None = None,
         unit: str = "",
     ) -> None:
         """Show whether `measured` equals `expected` within `tolerance`, and the error of the reader's `guess`.
@@ -98,7 +98,15 @@ class Lesson:
             )
         )
 
-    def at_most(self, quantity: str, measured: Any, limit: float, *, guess: Any = None, unit: str = "") -> None:
+    def at_most(
+        self,
+        quantity: str,
+        measured: SupportsFloat,
+        limit: float,
+        *,
+        guess: SupportsFloat | None = None,
+        unit: str = "",
+    ) -> None:
         """Show whether `measured` is at most `limit`, and the error of the reader's `guess`.
 
         A guess within a factor of two is right. No factor leads from 0 to another number: if one of the two is 0, the

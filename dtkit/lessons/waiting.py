@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dtkit._util import timeouts
 from dtkit._util.arguments import suggest_arguments
@@ -11,9 +11,11 @@ from dtkit._util.arguments import suggest_arguments
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dtkit.training.run import Run
+
 
 @suggest_arguments
-def wait_until(run: Any, condition: Callable[[], bool], timeout: float = timeouts.LESSON_TIMEOUT_S) -> None:
+def wait_until(run: Run, condition: Callable[[], bool], timeout: float = timeouts.LESSON_TIMEOUT_S) -> None:
     """Wait until `condition()` is true. It is checked now and after each change of the run.
 
     Raises TimeoutError after `timeout` seconds.

@@ -8,7 +8,7 @@ decisions made from them. The *job* on the engines has model, optimizer and posi
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from dtkit._util.arguments import explain_arguments
 from dtkit._util.attributes import suggest_attributes
@@ -310,7 +310,7 @@ class Run(ShownRun):
     def evaluate(
         self,
         data: Any,
-        metrics: Mapping[str, Callable[..., Any]] | None = None,
+        metrics: Mapping[str, Callable[..., SupportsFloat]] | None = None,
         *,
         batch_size: int | None = None,
         timeout: float | None = None,

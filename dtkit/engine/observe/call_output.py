@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat
 
 from dtkit._util import timeouts
 from dtkit._util.arguments import hide_own_frames
@@ -211,7 +211,7 @@ def ignore_logged(_values: dict[str, Any]) -> None:
 
 
 @hide_own_frames
-def log(*args: Any, **values: Any) -> None:
+def log(*args: Any, **values: SupportsFloat | tuple[SupportsFloat, SupportsFloat]) -> None:
     """Report numbers of this rank, from a training or from a function in ``cluster.run``::
 
         def training_step(model, batch):

@@ -92,7 +92,7 @@ class Pipeline(Strategy):
 
     stages: int
     micro_batches: int = 0
-    schedule: str | Schedule | Sequence[Any] = "1F1B"
+    schedule: str | Schedule | Sequence[str | Sequence[str | None]] = "1F1B"
     replicas: int = 1
     split: Sequence[str] | None = None
     balance_by: str = "time"

@@ -94,6 +94,9 @@ _PICTURE = re.compile(r"^!\[(?P<alt>[^\]]+)\]\((?:\.\./)+notebooks/images/(?P<na
 _ENTRY = re.compile(r"^(?:-|\|) \[[^\]]+\]\((?P<page>[^):#]+)\.(?:md|ipynb)\)", re.MULTILINE)
 """A page in the list or the table of an index."""
 _OUTSIDE = {  # files that GitHub shows at these places -> the site's own pages
+    "It is in the [README](../README.md#the-example).": (
+        '```{include} ../README.md\n:start-after: "## The example"\n:end-before: "## Documentation"\n```'
+    ),
     "../../README.md#the-example": "/example.md",
     "](../CONTRIBUTING.md)": "](contributing.md)",
     "](../CHANGELOG.md)": "](changelog.md)",

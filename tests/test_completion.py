@@ -111,9 +111,13 @@ def test_help_shows_what_is_for_users(user_objects):
 def list_arguments_of_any_type() -> list[str]:
     """Return the public functions, and methods of public classes, whose help names an argument without its type."""
     functions = {name: getattr(dtkit, name) for name in dtkit.__all__ if inspect.isfunction(getattr(dtkit, name))}
-    for kind in (dtkit.Cluster, dtkit.Run, dtkit.lessons.Lesson, dtkit.Pipeline):
+    for kind in (dtkit.Cluster, dtkit.Run, dtkit.lessons.Lesson):
         members = ((name, getattr(kind, name)) for name in dir(kind) if not name.startswith("_"))
-        functions |= {f"{kind.__name__}.{name}": member for name, member in members if inspect.isroutine(member)}
+        functions |= {
+            f"{kind.__name__}.{name}": member
+            for name, member in members
+            if inspect.isfunction(member) or inspect.ismethod(member)
+        }
         functions[kind.__name__] = kind
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [

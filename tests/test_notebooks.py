@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import nbformat
@@ -41,6 +42,13 @@ def test_all_notebooks_are_listed(root: Path):
 
 def test_a_notebook_is_committed_without_outputs(committed: NotebookNode):
     check_as_committed(committed)
+
+
+def test_a_notebook_begins_with_a_picture_of_a_result(committed: NotebookNode):
+    """GitHub shows no other result. The site has all outputs, and leaves this cell out."""
+    first = committed.cells[1]
+    assert re.match(r"!\[[^\]]{20,}\]\(images/[\w-]+\.png\)\n", first.source)
+    assert first.metadata.tags == ["remove-cell"]
 
 
 def test_links_of_a_notebook_work(committed: NotebookNode, root: Path, name: str):

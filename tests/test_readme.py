@@ -198,7 +198,7 @@ def test_links_point_to_existing_files(root: Path, page: str):
         text = file.read_text(encoding="utf-8")
         links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("https://")]
         missing = [link for link in links if not (file.parent / link.partition("#")[0]).exists()]
-        hosted = re.findall(r"/HEAD/([^)?]+)|/HEAD\?urlpath=lab/tree/([^)]+)", text)
+        hosted = re.findall(r"/HEAD/([^)?]+)|/HEAD\?urlpath=lab/tree/([^)\s]+)", text)
         missing += [a or b for a, b in hosted if not (root / (a or b)).is_file()]
         assert missing == [], file
 

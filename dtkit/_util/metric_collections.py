@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
 from typing import TYPE_CHECKING, Any
 
+from dtkit._util.guard import run_guarded
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 def split_collections(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -22,3 +26,10 @@ def list_metric_modules(metrics: Mapping[str, Any]) -> tuple[str, ...]:
     parts = split_collections(metrics).values()
     names = [getattr(part if inspect.isroutine(part) else type(part), "__module__", None) for part in parts]
     return tuple(dict.fromkeys(name for name in names if name not in (None, "__main__", "builtins")))
+
+
+def import_metric_modules(names: Sequence[str]) -> None:
+    """Import these modules of metrics, but for those that can't be imported."""
+    for name in names:
+        # silent: a metric that is pickled by value needs no import, and any other one raises this error itself
+        run_guarded(functools.partial(importlib.import_module, name), lambda _: None)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
-from dtkit._util.guard import run_guarded
 from dtkit._util.lazy_compiler import load_compiler
+from dtkit._util.metric_collections import import_metric_modules
 from dtkit.engine.observe.call_output import CallOutput, activate_output, ignore_logged, redirect_log
 from dtkit.history.between_steps import VALIDATION
 from dtkit.messages import END_EARLY_PREFIX, JobPosition
@@ -76,9 +74,7 @@ class JobOps(JobOperations):
         # unpickles: sent by the notebook in a call
         program, stored = pickling.loads(_load_program(definition)), state.models[definition.model]
         location = state.get_group(), state.get_device()
-        for name in program.metric_modules:
-            # silent: a metric that is pickled by value needs no import, and any other one raises this error itself
-            run_guarded(functools.partial(importlib.import_module, name), lambda _: None)
+        import_metric_modules(program.metric_modules)
         program.strategy.preload(None if isinstance(stored, Payload) else stored, location[0])
         if program.activation_checkpointing:
             load_compiler()  # by which torch.utils.checkpoint is excluded from compilation

@@ -171,7 +171,7 @@ def test_pictures_of_pages_begin_with_an_empty_row_and_not_with_a_cut_line_of_te
     for path in (root / "notebooks" / "images").iterdir():
         if not path.name.startswith("dashboard"):  # these begin at the dashboard's border
             with image.open(path) as picture:
-                colors[path.name] = picture.convert("RGB").crop((0, 0, picture.width, 1)).getcolors()
+                colors[path.name] = picture.convert("RGBA").crop((0, 0, picture.width, 1)).getcolors()
     assert {name: found for name, found in colors.items() if found is None or len(found) > 1} == {}
 
 

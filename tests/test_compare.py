@@ -185,12 +185,26 @@ def test_texts_of_settings_are_numbers_where_all_are(texts, values):
 
 
 def test_lines_differ_by_more_than_color():
-    comparison = dtkit.compare([make_source(f"S{k}()") for k in range(8)])
+    comparison = dtkit.compare([make_source(f"S{k}()", seed=k) for k in range(8)])
     for ax in comparison.figure().axes:
         lines = ax.get_lines()
         assert len({(line._unscaled_dash_pattern[1], line.get_color()) for line in lines}) == 8
         assert len({line._unscaled_dash_pattern[1] for line in lines[:4]}) == 4
         assert {line.get_marker() for line in lines} == {""}  # as in the live view
+
+
+def test_equal_lines_take_turns_so_that_none_hides_another(tmp_path):
+    """Runs 1 and 3 were one line in neither of their colors."""
+    comparison = dtkit.compare(make_source("A()"), make_source("B()", seed=1), make_source("C()"))
+    for figure in [comparison.figure(), *draw_comparison_charts(comparison.labels, comparison.histories)]:
+        (_, one), (_, own), (_, other) = (line._unscaled_dash_pattern for line in figure.axes[0].get_lines())
+        assert list(one) == list(other) == [6, 6]
+        assert list(own) != [6, 6]
+    comparison.report(tmp_path / "runs.html")
+    page = (tmp_path / "runs.html").read_text(encoding="utf-8")
+    assert re.findall(r'<path class="series s(\d)[^"]*" style="stroke-dasharray: 9 9; stroke-dashoffset: (\d+)', page)[
+        :2
+    ] == [("0", "18"), ("2", "9")]
 
 
 def test_losses_are_drawn_against_steps_and_bytes():

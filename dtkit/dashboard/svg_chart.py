@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtkit._util import formatting
+from dtkit.dashboard.summary.equal_lines import choose_turn, find_turns
 from dtkit.dashboard.summary.ticks import choose_log_ticks, choose_ticks
 from dtkit.dashboard.summary.value_scale import is_steep
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 MAX_POINTS = 128
 """Points of a series, and strips with a tooltip. More values are merged to means with a band."""
 _MAX_DOTS, _NUM_DASHES = 40, 4
+_TURN_LENGTH = 9.0  # of a dash of lines that are equal, as in chart/lines.js
 
 _WIDTH, _HEIGHT = 560, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 10, 44
@@ -141,7 +143,8 @@ def draw_chart(
         frame = dataclasses.replace(frame, x_low=low, x_high=high)
     parts = [*_draw_axes(frame, format_x, format_y, x_name)]
     parts += [_draw_band(frame, line, k, 0.36 / (len(drawn) + 1)) for k, line in enumerate(banded)]
-    parts += [_draw_series(frame, line, k) for k, line in enumerate(drawn)]
+    turns = _list_turns(drawn)
+    parts += [_draw_series(frame, line, k, turns[k]) for k, line in enumerate(drawn)]
     parts += _draw_strips(frame, drawn, format_x, format_y, x_name)
     label = html.escape(f"{title}: {'; '.join(f'{line.label} {format_y(float(line.y[-1]))}' for line in drawn)}")
     note = ", ".join(filter(None, [note, _describe_merged(drawn), "logarithmic" if is_log else ""]))
@@ -278,14 +281,27 @@ def _draw_band(frame: _Frame, series: Series, index: int, opacity: float) -> str
     return f'<path class="band {series.css_class} line{index}" opacity="{opacity:.2f}" d="{shape}"/>'
 
 
-def _draw_series(frame: _Frame, series: Series, index: int) -> str:
+def _list_turns(series: Sequence[Series]) -> list[str]:
+    """Return the attributes of dashes for lines that are equal; empty texts for the others, and for a mean."""
+    turns = find_turns([(line.x, line.y) for line in series])
+    if any(line.color is None for line in series):
+        return [""] * len(series)
+    dashes = [choose_turn(*turn, _TURN_LENGTH) for turn in turns]
+    styles = [f"stroke-dasharray: {dash:g} {gap:g}; stroke-dashoffset: {offset:g}" for offset, (dash, gap) in dashes]
+    return [
+        f' style="{text}; stroke-linecap: butt"' if count > 1 else ""
+        for text, (_, count) in zip(styles, turns, strict=True)
+    ]
+
+
+def _draw_series(frame: _Frame, series: Series, index: int, style: str) -> str:
     shape, places = "", []
     for part in _split_at_gaps(series.y):
         points = [f"{frame.place_x(series.x[k]):.1f},{frame.place_y(series.y[k]):.1f}" for k in part]
         shape += "M" + "L".join(points) + ("h.01" if len(points) == 1 else "")  # a dot, with round caps
         places += points
     look = f"{series.css_class} part" if series.is_part else series.css_class
-    line = f'<path class="series {look} line{index}" d="{shape}"/>'
+    line = f'<path class="series {look} line{index}"{style} d="{shape}"/>'
     if len(places) > (_MAX_DOTS if series.exact else 1):
         return line
     centers = (place.split(",") for place in places)

@@ -351,7 +351,7 @@ function lineRow(view, line, at) {
   const text = options.spanned ? formatSpan(view, line, at) : format(view, grain.value(line, at, 1));
   if (layout.banded && !overall) return { label: bandName(view), value: `${format(view, grain.value(0, at, 0))} to ${format(view, grain.value(0, at, 2))}`, mark };
   const label = overall ? overallLabel(view) : options.lineName?.(store, line) ?? nodeName(store, line);
-  return { label, value: withAverage(view, line, at, text), mark };
+  return { label, value: withAverage(view, line, at, text), mark, run: options.lineName ? line : null };
 }
 /** Return the lowest and the highest value of a point, or its only one. */
 function formatSpan(view, line, at) {

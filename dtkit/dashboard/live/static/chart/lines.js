@@ -22,6 +22,35 @@ export function runDash(run) {
   return (run + 2 * Math.floor(run / 4) + Math.floor(run / 8)) % 4;
 }
 
+const SAME_LINE_PX = 0.4, TURN_PX = 9;
+
+/** Return for each line the numbers of those that lie on it in this chart, its own included: the last one would hide the others. */
+function findEqualLines(view) {
+  const { grain, layout } = view, { y } = view.frame, lines = Array.from({ length: layout.nodes }, (_, line) => line).filter((line) => view.shown(line));
+  const isNear = (a, b) => Number.isNaN(a) === Number.isNaN(b) && !(Math.abs(y(a) - y(b)) > SAME_LINE_PX);
+  const areEqual = (one, other) => {
+    for (let at = 0; at < grain.used; at++) if (!isNear(grain.value(one, at, 1), grain.value(other, at, 1))) return false;
+    return true;
+  };
+  const isDrawn = (line) => Array.from({ length: grain.used }, (_, at) => grain.value(line, at, 1)).some((v) => !Number.isNaN(v)), groups = new Map();
+  for (const line of lines.filter(isDrawn)) {
+    const group = [...groups.values()].find(([first]) => areEqual(first, line)) ?? [];
+    group.push(line);
+    groups.set(line, group);
+  }
+  return groups;
+}
+/** Return the style with which a line and those that lie on it take turns; an empty text for a line of its own. */
+function turnStyle(view, line) {
+  const group = view.equalLines?.get(line) ?? [], place = group.indexOf(line);
+  return group.length < 2 ? "" : `stroke-dasharray: ${TURN_PX} ${TURN_PX * (group.length - 1)}; stroke-dashoffset: ${TURN_PX * (group.length - place)}; stroke-linecap: butt`;
+}
+/** Return which runs have one line, such as "equal lines: 1 = 3"; an empty text if none do. A caption is cut at commas. */
+export function describeEqualLines({ equalLines = new Map() }) {
+  const groups = [...new Set(equalLines.values())].filter((group) => group.length > 1).map((group) => group.map((line) => line + 1));
+  return groups.length ? `equal lines: ${groups.map((group) => group.join(" = ")).join("; ")}` : "";
+}
+
 /** Return the weight of the moving average in a chart. */
 export function smoothing({ store, options }) {
   return options.exact ? 0 : store.view.smooth;
@@ -82,7 +111,10 @@ export function drawLine(view, line, ends) {
   const path = pathOf(view, `line${line}`, layers.lines, "", overall ? "all" : crowd ? "band" : line);
   setAttr(path, "class", `dtk-line dtk-${hue}${dash}${drawn.known === 1 ? " dtk-dot" : ""}${means ? " dtk-raw" : ""}${picked}`);
   setAttr(path, "d", crowd ? "" : drawn.mean);
-  drawAverage(view, line, drawn.smooth, `dtk-${hue}${dash}${picked}`);
+  if (options.lineName && line === 0) view.equalLines = findEqualLines(view);
+  const turn = drawn.known > 1 ? turnStyle(view, line) : "";
+  setAttr(path, "style", turn);
+  drawAverage(view, line, drawn.smooth, `dtk-${hue}${dash}${picked}`, turn);
   const shade = pathOf(view, `band${line}`, layers.bands, "");
   setAttr(shade, "class", `dtk-band dtk-${hue}${pointedClass(view, lineKey(layout, line))}`);
   setAttr(shade, "d", drawn.shade);
@@ -98,7 +130,7 @@ function endInSight({ end, beyond }, height, edge) {
   return { x: edge, y: height + (beyond[1] - height) * (edge - end) / (beyond[0] - end) };
 }
 
-function drawAverage(view, line, d, look) {
+function drawAverage(view, line, d, look, style) {
   const key = `smooth${line}`;
   if (!d) {
     view.paths.get(key)?.remove();
@@ -107,6 +139,7 @@ function drawAverage(view, line, d, look) {
   }
   const path = pathOf(view, key, view.layers.lines, "");
   setAttr(path, "class", `dtk-line dtk-smooth ${look}`);
+  setAttr(path, "style", style);
   setAttr(path, "d", d);
 }
 

@@ -190,8 +190,20 @@ export function drawPoints(view, points, ends) {
   view.layers.points.replaceChildren(...chain, ...apart(points, x).map((p) =>
     s("path", { d: `M${x(p.step).toFixed(1)},${y(p.value).toFixed(1)}m${-r},0l${r},${-r}l${r},${r}l${-r},${r}z` }, s("title", {}, `step ${p.step}: ${number(p.value)}`))));
   setAttr(view.layers.points, "class", `dtk-points${pointedClass(view, "valid")}`);
+  drawBest(view, points);
   const seen = points.filter(({ step }) => step >= first && step <= end);
   if (seen.length && view.options.pointName) ends.push({ y: y(seen.at(-1).value), label: view.options.pointName, hue: "all", isPoint: true });
+}
+const RING_PX = 7, BEST_ROOM = 26;
+
+/** Draw a ring around the best evaluation of a report, with the word of its card above it, or below it at the upper edge. */
+function drawBest({ store, options, layers, frame, height, isLog }, points) {
+  const [step, value, word] = store.head.best?.[options.measured] ?? [NaN, NaN, ""], x = frame.x(step), y = frame.y(value), right = x + BEST_ROOM > frame.x(frame.end);
+  const isInSight = points.length > 0 && step >= frame.first && step <= frame.end && y >= 0 && y <= height && !(isLog && value <= 0);
+  if (!isInSight) return layers.best.replaceChildren();
+  const anchor = right ? "end" : x - BEST_ROOM < frame.x(frame.first) ? "start" : "middle";
+  layers.best.replaceChildren(s("title", {}, `${word} ${number(value)}, at step ${step.toLocaleString("en-US")}`), s("circle", { class: "dtk-ring", cx: x, cy: y, r: RING_PX }),
+    s("text", { class: "dtk-halo", x, y: y > 34 ? y - RING_PX - 4 : y + RING_PX + 12, "text-anchor": anchor }, word));
 }
 /** Return points that don't overlap, including the last one. */
 function apart(points, x) {

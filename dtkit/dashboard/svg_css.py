@@ -9,7 +9,8 @@ svg.chart { width: 100%; height: auto; display: block; font: 11px system-ui, san
 .chart .band { stroke: none; } .chart .dash1 { stroke-dasharray: 7 3; } .chart .dash2 { stroke-dasharray: 2 3; }
 .chart .dash3 { stroke-dasharray: 8 3 2 3; } .chart .dot { stroke-dasharray: none; }
 .chart .dot { fill: var(--page); stroke-width: 1.4; } .chart .strip > line { stroke: var(--muted); opacity: 0; }
-.chart .ring { fill: none; stroke: var(--ink); stroke-width: 1.3; } .chart .best text { fill: var(--ink); }
+.chart .ring { fill: none; stroke: var(--ink); stroke-width: 1.3; }
+.chart .best text { fill: var(--ink); paint-order: stroke; stroke: var(--page); stroke-width: 3px; }
 .chart .strip > rect { fill: transparent; } .chart .strip:hover > line { opacity: 1; }
 .chart .tip { display: none; pointer-events: none; } .chart .strip:hover .tip { display: inline; }
 .chart .tip rect { fill: var(--page); stroke: var(--line); filter: drop-shadow(0 2px 5px rgb(0 0 0 / 0.25)); }

@@ -194,7 +194,7 @@ export function drawPoints(view, points, ends) {
   const seen = points.filter(({ step }) => step >= first && step <= end);
   if (seen.length && view.options.pointName) ends.push({ y: y(seen.at(-1).value), label: view.options.pointName, hue: "all", isPoint: true });
 }
-const RING_PX = 7, BEST_ROOM = 26;
+const RING_PX = 6, BEST_ROOM = 26;
 
 /** Draw a ring around the best evaluation of a report, with the word of its card above it, or below it at the upper edge. */
 function drawBest({ store, options, layers, frame, height, isLog }, points) {

@@ -103,6 +103,8 @@ class ModelSummary:
     parameters: int
     trainable: int
     layers: tuple[LayerSummary, ...]
+    kind: str = ""
+    """Name of its class."""
 
     def __repr__(self) -> str:
         return "\n".join([self.headline, self._make_table().to_text()]).rstrip()
@@ -155,6 +157,8 @@ class RunSpec:
     """Metrics that state whether higher is better, as torchmetrics' do: (name, whether it is)."""
     has_validation: bool = False
     """Whether the run evaluates held-out data."""
+    data: str = ""
+    """Shapes and dtypes of arrays, such as ``(1440, 64) float32, target (1440,) int64``; empty for other data."""
 
     @property
     def epochs(self) -> float:
@@ -178,7 +182,7 @@ class RunSpec:
             "name": self.name,
             "tags": ", ".join(self.tags),
             "model": "" if self.model is None else self.model.headline,
-            "data": f"{format_count(self.samples, 'sample')} in an epoch",
+            "data": "; ".join(filter(None, [self.data, f"{format_count(self.samples, 'sample')} in an epoch"])),
             "strategy": f"{self.strategy} on {format_count(self.world_size, 'node')}",
             "batch_size": f"{self.batch_size:,} samples per update, over all nodes",
             "steps": f"{self.steps:,}, {self._epochs_text} of {format_count(self.steps_per_epoch, 'step')}",

@@ -17,6 +17,7 @@ from torch import nn
 import dtkit
 from dtkit._util import formatting
 from dtkit.dashboard.compare import Comparison
+from dtkit.dashboard.comparison_frame import read_numbers
 from dtkit.dashboard.figures.comparison_figure import draw_comparison_charts, draw_comparison_legend
 from dtkit.dashboard.line_samples import format_notebook_sample
 from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
@@ -119,7 +120,7 @@ def test_to_pandas_has_a_row_for_each_run():
         run.spec = dataclasses.replace(run.spec, settings=(("lr", rate),))
     frame = dtkit.compare(runs, labels=["A", "B()"]).to_pandas()
     assert list(frame.index) == ["A", "B()"]
-    assert list(frame["lr"]) == ["0.1", "0.02"]
+    assert list(frame["lr"]) == [0.1, 0.02]
     assert not {"directions", "basis"} & set(frame.columns)
     assert frame.loc["B()", "sent per node"] == 80 * 400_000
 
@@ -134,18 +135,76 @@ def test_numbers_of_a_data_frame_are_in_the_columns_of_the_table():
     for (row, column), value in table.values.items():
         assert frame[table.header[column]].iloc[row] == value
     assert set(frame.columns) - set(numbers) == {
-        "strategy", "state", "failure", "cause", "verified", "time in steps",
+        "run", "strategy", "state", "failure", "cause", "verified", "time in steps",
     } | {name for name, *_ in comparison.differences}  # fmt: skip
     assert frame["steps"].dtype.kind == frame["nodes"].dtype.kind == "i"
 
 
+def test_settings_of_a_data_frame_are_numbers_that_can_be_grouped():
+    pytest.importorskip("pandas")
+    settings = [{"lr": lr, "seed": seed, "batch_size": 64, "steps": 1440} for lr in (0.1, 0.02) for seed in (0, 1)]
+    settings[-1] |= {"batch_size": 1440, "steps": 7, "strategy": f"{'long ' * 20}A()"}
+    runs = with_settings(*settings)
+    for k, run in enumerate(runs):
+        run.lr = settings[k]["lr"]
+        run.advance(20, loss=k + 1.0)
+    frame = dtkit.compare(runs, sort_by="loss", labels=["0.1", "0.1 again", "0.02", "0.02 again"]).to_pandas()
+    assert frame["run"].tolist() == [1, 2, 3, 4]
+    assert {name: frame[name].dtype.kind for name in ("first learning rate", "seed", "batch_size", "epochs")} == {
+        "first learning rate": "f", "seed": "i", "batch_size": "i", "epochs": "f",
+    }  # fmt: skip
+    grouped = frame.groupby("first learning rate")["final training loss"].agg(["mean", "std"])
+    assert grouped.loc[0.1, "mean"] == pytest.approx(1.5)
+    assert not [name for name in frame if "(setting)" in name]
+    assert frame.columns.is_unique
+    assert frame["steps"].tolist() == [20] * 4  # those that were taken
+    assert frame["strategy"].tolist()[-1] == f"{'long ' * 20}A()"  # whole, as in the settings
+
+
+def test_a_setting_that_labels_show_is_in_the_data_frame():
+    pytest.importorskip("pandas")
+    runs = with_settings({"lr": 0.1}, {"lr": 0.02})
+    frame = dtkit.compare(*runs, labels=["0.1", "0.02"]).to_pandas()
+    assert frame["learning rate"].tolist() == [0.1, 0.02]
+    history = runs[0].history
+    assert np.isnan(dtkit.compare(*with_settings({"seed": 1}, {"seed": 2}), history).to_pandas()["seed"].iloc[-1])
+
+
+@pytest.mark.parametrize(
+    ("texts", "values"),
+    [
+        (["1,440", "12"], [1440, 12]),
+        (["1e-3", "0.5"], [0.001, 0.5]),
+        (["1,2", "3"], ["1,2", "3"]),
+        (["default", "1.0"], ["default", "1.0"]),
+        (["-3", "1,000.5"], [-3.0, 1000.5]),
+    ],
+)
+def test_texts_of_settings_are_numbers_where_all_are(texts, values):
+    assert read_numbers(texts) == values
+
+
 def test_lines_differ_by_more_than_color():
-    comparison = dtkit.compare([make_source(f"S{k}()") for k in range(8)])
+    comparison = dtkit.compare([make_source(f"S{k}()", seed=k) for k in range(8)])
     for ax in comparison.figure().axes:
         lines = ax.get_lines()
         assert len({(line._unscaled_dash_pattern[1], line.get_color()) for line in lines}) == 8
         assert len({line._unscaled_dash_pattern[1] for line in lines[:4]}) == 4
         assert {line.get_marker() for line in lines} == {""}  # as in the live view
+
+
+def test_equal_lines_take_turns_so_that_none_hides_another(tmp_path):
+    """Runs 1 and 3 were one line in neither of their colors."""
+    comparison = dtkit.compare(make_source("A()"), make_source("B()", seed=1), make_source("C()"))
+    for figure in [comparison.figure(), *draw_comparison_charts(comparison.labels, comparison.histories)]:
+        (_, one), (_, own), (_, other) = (line._unscaled_dash_pattern for line in figure.axes[0].get_lines())
+        assert list(one) == list(other) == [6, 6]
+        assert list(own) != [6, 6]
+    comparison.report(tmp_path / "runs.html")
+    page = (tmp_path / "runs.html").read_text(encoding="utf-8")
+    assert re.findall(r'<path class="series s(\d)[^"]*" style="stroke-dasharray: 9 9; stroke-dashoffset: (\d+)', page)[
+        :2
+    ] == [("0", "18"), ("2", "9")]
 
 
 def test_losses_are_drawn_against_steps_and_bytes():
@@ -252,6 +311,7 @@ def with_settings(*settings, name="ConvNet"):
     [
         ([{"lr": 0.1}, {"lr": 0.01}, {"lr": 30}], ["lr 0.1", "lr 0.01", "lr 30"]),
         ([{"lr": 0.1, "seed": 0}, {"lr": 0.01, "seed": 1}], ["lr 0.1", "lr 0.01"]),
+        ([{"lr": 12.0}, {"lr": "1e-2"}, {"lr": "rate"}], ["lr 12", "lr 0.01", "lr rate"]),  # as of a step
         (
             [{"batch_size": 64}, {"batch_size": 64, "lr": 0.3}, {"batch_size": 32}],
             ["batch 64, lr 0.1", "batch 64, lr 0.3", "batch 32, lr 0.1"],
@@ -487,7 +547,7 @@ def test_rates_set_by_hand_are_compared_and_a_divergence_is_no_setting():
     assert comparison.differences == [
         ("learning rate set by hand", "—", "1 more, 0.02 from step 40, 0 from step 40, 0.01 from step 40", "—"),
     ]
-    assert f"{comparison.labels[2]} diverged: loss is NaN since step 41\n\n" in repr(comparison)
+    assert f"{comparison.labels[2]} diverged: the loss is NaN since step 41: " in repr(comparison)
 
 
 def test_metrics_and_differing_settings_are_compared():

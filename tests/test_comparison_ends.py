@@ -6,6 +6,7 @@ import dtkit
 from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
 from dtkit.dashboard.text import comparison_text
 from dtkit.errors import EngineError, NonFiniteError, PausedError
+from dtkit.history.divergence import find_divergence
 from dtkit.types import Evaluation, Event, Failure, State
 from tests.support.fake_source import FakeSource
 
@@ -102,3 +103,31 @@ def test_a_run_that_ends_at_a_loss_that_is_not_finite_has_one_word_for_it(state:
     row = dtkit.compare([source]).rows[0]
     assert row.state == f"{state.value}, not finite"
     assert not row.competes
+
+
+def test_a_run_whose_loss_was_lost_before_its_gradients_has_the_step_and_the_remedy_of_its_verdict():
+    """The line named step 362, where gradients were not finite, and the verdict step 175."""
+    source = FakeSource(ranks=2, steps=400)
+    source.advance(30)
+    source.advance(20, loss=float("inf"))
+    source.exception = NonFiniteError([Failure(0, "host", "NonFinite", "gradients are not finite", "", step=50)])
+    source.end(State.STOPPED)
+    row = dtkit.compare([source]).rows[0]
+    assert row.cause == find_divergence(source.history).advice
+    assert row.cause.startswith("the loss is inf since step 31: train again with a lower learning rate")
+
+
+def test_runs_that_diverge_or_learn_nothing_have_a_remedy():
+    grew, flat, lost = (FakeSource(ranks=2, steps=400, name=name) for name in ("grew", "flat", "lost"))
+    grew.advance(40)
+    grew.advance(60, loss=1e4)
+    flat.advance(10, loss=2.3)
+    flat.advance(10, loss=50.0)
+    flat.advance(80, loss=2.4)
+    lost.advance(4)
+    message = "gradients are not finite\nAll ranks paused.\n- repair the data\n- run.set(lr=...) sets a rate"
+    lost.exception = NonFiniteError([Failure(0, "host", "NonFinite", message, "", step=4, kind="nonfinite")])
+    causes = [row.cause for row in dtkit.compare(grew, flat, lost).rows]
+    assert causes[0].endswith(": lower the learning rate (0.1 now), or set the strategy's clip_grad_norm=")
+    assert causes[1].endswith(": train again with a lower learning rate than 0.1, such as 0.01")
+    assert causes[2].endswith("gradients are not finite: repair the data")

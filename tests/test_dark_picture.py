@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import colorsys
+import io
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
+from PIL import Image
 
 from dtkit.dashboard import kept_picture
 from dtkit.dashboard.figures import style
+from dtkit.dashboard.figures.render import create_figure
 from dtkit.dashboard.live.bundle import STATIC_FOLDER
 from dtkit.dashboard.live.placement import DARK_FILTER, DARK_WORDS
 
@@ -83,3 +87,22 @@ def test_words_are_readable_in_both_themes(name: str):
     assert compute_contrast(kept_picture.COLORS[name], "#ffffff") >= 4.5
     assert compute_contrast(DARK_WORDS[name], "#111111") >= 4.5
     assert compute_contrast(kept_picture.COLORS[name], "#111111") >= 4  # a front end may remove dtkit's rule
+
+
+def test_a_figure_is_a_white_card_that_a_dark_theme_makes_dark(monkeypatch: pytest.MonkeyPatch):
+    """Text in one gray for both themes had a contrast of 4.1 on JupyterLab's dark."""
+    shown: list[dict[str, str]] = []
+    monkeypatch.setattr("IPython.display.display", lambda bundle, **_options: shown.append(bundle))
+    figure = create_figure(4, 2)
+    text = figure.add_subplot().set_title("Loss <1>", loc="left", color=style.TEXT_COLOR)
+    figure._ipython_display_()
+    page, png = shown[0]["text/html"], base64.b64decode(shown[0]["image/png"])
+    assert "[data-jp-theme-light=false] .dtkit-picture img, [data-vscode-theme-kind$=dark]" in page
+    assert DARK_FILTER in page
+    assert 'alt="Loss &lt;1&gt;"' in page
+    with Image.open(io.BytesIO(png)) as image:
+        pixels = np.asarray(image.convert("RGBA")).reshape(-1, 4)
+    pixels = pixels[pixels[:, 3] > 250][:, :3]  # without the round corners
+    assert (pixels.min(axis=1) > 250).mean() > 0.5  # white
+    assert pixels.max(axis=1).min() < 60  # and black, of which the filter makes white
+    assert text.get_color() == style.TEXT_COLOR  # the figure itself is as it was

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import html
+import json
 import math
 import os
 import platform
@@ -33,6 +34,8 @@ from dtkit.dashboard.svg_chart import MAX_POINTS, Series, draw_chart
 from dtkit.dashboard.text import run_text
 from dtkit.dashboard.text.comparison_text import make_table
 from dtkit.data.layers import MAX_LAYERS, summarize_model
+from dtkit.data.notebook_data import describe_shapes
+from dtkit.engine.data.memmap import MappedFile
 from dtkit.errors import EngineError
 from dtkit.history.metric_direction import is_better_lower
 from dtkit.history.scalars import BETWEEN_PREFIX, ScalarRecord
@@ -572,7 +575,25 @@ def test_settings_and_model_are_in_the_report_as_typed(tmp_path):
     assert "67 parameters." in page
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", page)
     assert cells[cells.index("Linear") - 1 : cells.index("Linear") + 2] == ["0", "Linear", "40"]
+    assert cells[cells.index("model") + 1] == "Sequential, 67 parameters, all trainable"
+    assert cells[cells.index("data") + 1] == "(64, 4) float32, target (64,) int64"
+    assert "(64, 4) float32, target (64,) int64; 64 samples in an epoch" in repr(run.spec)
     cluster.close()
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ((np.zeros((3, 2), "f4"),), "(3, 2) float32"),
+        ((torch.zeros(3, 1, dtype=torch.bfloat16), np.zeros((3, 4)), np.zeros(3, "i8")),
+         "(3, 1) bfloat16, (3, 4) float64, target (3,) int64"),
+        ({"x": np.zeros((3, 2)), "labels": np.zeros(3, bool)}, "x (3, 2) float64, labels (3,) bool"),
+        ((MappedFile("rows.npy", "<f4", (9, 2), (8, 4), 0, 72),), "(9, 2) float32"),
+        ([1, 2], ""),
+    ],
+)  # fmt: skip
+def test_data_are_described_by_shapes_and_dtypes(data, text):
+    assert describe_shapes(data) == text
 
 
 SMALL = 0.001
@@ -832,6 +853,22 @@ def test_a_model_of_one_layer_has_no_empty_table(tmp_path):
     text = Path(report.write_report(source, tmp_path / "report.html")).read_text()
     assert "<h2>Model</h2><p>ConvNet: 84 parameters.</p>" in text
     assert "<tbody></tbody>" not in text
+
+
+def test_the_best_that_a_card_names_has_a_ring_in_its_chart(tmp_path):
+    source = FakeSource(steps=40)
+    source.advance(40)
+    for step, loss, accuracy in ((10, 0.9, 0.5), (20, 0.4, 0.8), (40, 0.6, 0.9)):
+        source.history.add(Evaluation(step, 100, {"loss": loss, "accuracy": accuracy}))
+    page = write(source, tmp_path)
+    rings = re.findall(r'<g class="best line\d+"><title>([^<]*)</title>', page)
+    assert rings == ["lowest 0.400, at step 20", "highest 0.900, at step 40"]
+    messages = json.loads(re.findall(r'id="dtk-messages">(.*?)</script>', page)[0])
+    assert messages[0]["content"]["head"]["best"] == {"loss": [20, 0.4, "lowest"], "accuracy": [40, 0.9, "highest"]}
+    single = FakeSource(steps=40)
+    single.advance(40)
+    single.history.add(Evaluation(40, 100, {"loss": 0.5}))
+    assert '<g class="best' not in write(single, tmp_path)  # there is nothing to choose from
 
 
 def test_the_charts_of_a_report_have_the_same_steps_at_the_same_place():

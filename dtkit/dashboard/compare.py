@@ -38,7 +38,6 @@ from dtkit.dashboard.text.comparison_text import (
     describe_ends,
     describe_rows,
     format_text,
-    list_numbers,
     list_table_notes,
     make_differences_table,
     make_table,
@@ -59,7 +58,6 @@ if TYPE_CHECKING:
     from dtkit.types import RunSpec, Status
 
 _MAX_LABEL_CHARS, _MAX_NAME_CHARS = 60, 300
-_TEXT_FIELDS = ("strategy", "state", "failure", "cause", "verified")  # of a row, in a data frame
 _GAP = "0.8em"  # between tables and picture
 
 
@@ -112,10 +110,12 @@ class Comparison(metaclass=UserNames):
     @property
     def differences(self) -> list[tuple[str, ...]]:
         """What sets the runs apart: (setting, its text in each run), also rates set by hand."""
+        return [row for row in self._list_differences() if row[1:] != self.labels]  # labels show this setting
+
+    def _list_differences(self) -> list[tuple[str, ...]]:
         specs = [run.spec if isinstance(run, Comparable) else None for run in self.runs]
         rows = list_differences(specs) + list_rate_differences(specs, self.histories)
-        rows += list_event_differences(self.histories)
-        return [row for row in rows if row[1:] != self.labels]  # labels show this setting
+        return rows + list_event_differences(self.histories)
 
     @property
     def common(self) -> list[tuple[str, str]]:
@@ -141,18 +141,21 @@ class Comparison(metaclass=UserNames):
         return draw_comparison(self.labels, self.histories, self.order)
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return the table and the settings in which the runs differ. The index has the labels. Needs pandas.
+        """Return a row for each run: the numbers of the table, and the settings that differ. Needs pandas.
 
-        Numbers are in the columns of the table, such as "samples/s"; sizes are in bytes, and times in seconds.
+        The index has the labels. ``run`` is the number that the run has in the views. ``strategy``, ``state``,
+        ``failure``, ``cause`` and ``verified`` are texts.
+
+        Numbers are in the columns of the table, such as "samples/s" or "best validation loss"; sizes are in bytes, and
+        times in seconds. Further columns are the settings in which the runs differ, such as "batch_size", "seed" or
+        "first learning rate". They are numbers where each run has one. A history has no settings, and NaN.
+
+        ``frame.groupby("first learning rate")["final training loss"].agg(["mean", "std"])`` has the mean and the spread
+        of runs that differ by their seed.
         """
-        import pandas as pd
+        from dtkit.dashboard.comparison_frame import make_frame
 
-        rows = self.rows
-        index = pd.Index([row.label for row in rows], name="label")
-        table = pd.DataFrame([{name: getattr(row, name) for name in _TEXT_FIELDS} for row in rows], index)
-        table = table.join(pd.DataFrame([list_numbers(row) for row in rows], index))
-        settings = pd.DataFrame({name: values for name, *values in self.differences}, self.labels)
-        return table.join(settings.rename(columns={name: f"{name} (setting)" for name in settings if name in table}))
+        return make_frame(self.rows, self.labels, self._list_differences())
 
     def report(self, path: str | Path = "comparison.html", *, description: str = "") -> WrittenReport:
         """Write the comparison as one self-contained HTML file: table, differences, charts with tooltips.

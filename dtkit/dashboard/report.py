@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from dtkit.dashboard.run_view import RunView
     from dtkit.dashboard.summary.one_process import OneProcess
     from dtkit.history.history import History
-    from dtkit.types import Event
+    from dtkit.types import Event, RunSpec
 
 _PACKAGES = ("dtkit-jupyter", "torch", "ipyparallel", "numpy")
 _MAX_EVENTS = 500  # many printed lines would hide the other events
@@ -172,6 +172,7 @@ def _format_settings(run: RunView) -> Iterator[str]:
         *((name, text) for name, text in spec.settings if name not in ("optimizer", "loss")),
     ]
     facts = [
+        *_list_model_and_data(spec),
         ("batch_size, over all nodes", f"{spec.batch_size:,}"),
         ("learning rate", last_rate),
         ("steps", f"{run.status.step:,} of {spec.steps:,}, {spec.steps_per_epoch:,} in an epoch"),
@@ -182,6 +183,14 @@ def _format_settings(run: RunView) -> Iterator[str]:
     yield "<h2>Settings, as typed</h2>"
     yield format_facts(Table((), typed), is_code=True) + format_facts(Table((), facts))
     yield from format_sources(run)
+
+
+def _list_model_and_data(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    """Return the model's class with its parameters, and the shapes of the data, as far as they are known."""
+    if spec.model is not None:
+        yield "model", ", ".join(filter(None, [spec.model.kind, spec.model.headline]))
+    if spec.data:
+        yield "data", spec.data
 
 
 def _format_scaling_if_given(run: RunView, single_process: History | None) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtkit._util import formatting
+from dtkit.dashboard.summary.best_marks import find_best_mark
 from dtkit.dashboard.summary.curves import (
     GRAD_NORM,
     LOSS,
@@ -116,7 +117,7 @@ def _make_validation_series(history: History, name: str, label: str) -> list[Ser
     if not points:
         return []
     steps, values = np.array(points, float).T
-    return [Series(label, steps, values, 7, exact=True)]
+    return [Series(label, steps, values, 7, exact=True, best=find_best_mark(history, name))]
 
 
 def _make_scalar_series(history: History, name: str) -> list[Series]:

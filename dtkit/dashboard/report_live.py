@@ -11,10 +11,12 @@ import functools
 import json
 from typing import TYPE_CHECKING
 
+from dtkit._util import formatting
 from dtkit.dashboard.live.bundle import STATIC_FOLDER, bundle_modules
 from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
 from dtkit.dashboard.live.messages import MessageBuilder
 from dtkit.dashboard.live.series_feed import SeriesFeed
+from dtkit.dashboard.summary.best_marks import list_best_marks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -44,6 +46,8 @@ _EMPTY: dict[str, list[object]] = {"events": [], "nodes": [], "notices": []}
 def format_run_charts(run: RunView, drawn: str) -> str:
     """Return the charts of a run; those `drawn` are for pages without scripts and for paper."""
     messages = [MessageBuilder(run).build_snapshot()]
+    marks = {formatting.sanitize_text(name, 40): mark for name, mark in list_best_marks(run.history).items()}
+    messages[0].content["head"]["best"] = marks  # the tiles of a live view have it
     feed = SeriesFeed(run.history)
     while (message := feed.build_message(is_last=True)) is not None:
         messages.append(message)

@@ -15,20 +15,26 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtkit._util import formatting
+from dtkit.dashboard.summary.equal_lines import choose_turn, find_turns
 from dtkit.dashboard.summary.ticks import choose_log_ticks, choose_ticks
 from dtkit.dashboard.summary.value_scale import is_steep
+from dtkit.dashboard.svg_css import CHART_CSS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from dtkit.dashboard.summary.best_marks import BestMark
+
 MAX_POINTS = 128
 """Points of a series, and strips with a tooltip. More values are merged to means with a band."""
 _MAX_DOTS, _NUM_DASHES = 40, 4
+_TURN_LENGTH = 9.0  # of a dash of lines that are equal, as in chart/lines.js
 
 _WIDTH, _HEIGHT = 560, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 10, 44
 
 _ROW_HEIGHT, _CHAR_WIDTH, _MAX_LABEL_CHARS = 15, 6.1, 34  # of a tooltip; widths are estimated
+_BEST_ROOM = 24  # beside the middle of a word
 MAX_TOGGLES = 16
 """Series of a chart that the legend can hide."""
 
@@ -37,29 +43,6 @@ COLORS = {
     "dark": ("#5CB3EA", "#F0B440", "#35C79B", "#E09BC4", "#8CD0F5", "#FF8A45", "#CFCF3C", "#B3A2EC"),
 }
 """Colors of series on a light and on a dark page."""
-
-_CSS = """
-svg.chart { width: 100%; height: auto; display: block; font: 11px system-ui, sans-serif; overflow: visible; }
-.chart text { fill: var(--muted); } .chart .grid { stroke: var(--line); } .chart .axis { stroke: var(--muted); }
-.chart .series { fill: none; stroke-width: 1.7; stroke-linejoin: round; stroke-linecap: round; }
-.chart .all { stroke: var(--ink); stroke-width: 1.9; } .chart .series.dashed { stroke-dasharray: 5 3; }
-.chart .part { stroke-width: 1; opacity: 0.6; } .chart .kall, .chart .band.all { fill: var(--ink); }
-.chart .band { stroke: none; } .chart .dash1 { stroke-dasharray: 7 3; } .chart .dash2 { stroke-dasharray: 2 3; }
-.chart .dash3 { stroke-dasharray: 8 3 2 3; } .chart .dot { stroke-dasharray: none; }
-.chart .dot { fill: var(--page); stroke-width: 1.4; } .chart .strip > line { stroke: var(--muted); opacity: 0; }
-.chart .strip > rect { fill: transparent; } .chart .strip:hover > line { opacity: 1; }
-.chart .tip { display: none; pointer-events: none; } .chart .strip:hover .tip { display: inline; }
-.chart .tip rect { fill: var(--page); stroke: var(--line); filter: drop-shadow(0 2px 5px rgb(0 0 0 / 0.25)); }
-.chart .tip text { fill: var(--ink); font-variant-numeric: tabular-nums; } .chart .tip .head { font-weight: 700; }
-.chart .tip .value { font-weight: 600; text-anchor: end; }
-.legend { font-size: 12px; color: var(--muted); margin: 2px 0 0; padding: 0; list-style: none; }
-.legend li { display: inline-block; margin-right: 14px; } .legend label { cursor: pointer; }
-.legend input { position: absolute; opacity: 0; } .legend input:not(:checked) + span { text-decoration: line-through;
-  opacity: 0.55; } .legend input:focus-visible + span { outline: 2px solid var(--accent); }
-svg.sample { display: inline-block; width: 28px; height: 8px; margin-right: 3px; }
-@media (max-width: 700px) { .scroll { --mark-width: 0px; } svg.sample { display: block; } } /* above the name */
-.legend svg.chart { display: inline-block; width: 22px; height: 8px; margin-right: 5px; }
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +69,8 @@ class Series:
     """Whether it is a node's line below the mean, which is paler."""
     is_dashed: bool = False
     """Whether a line over all is not the mean of the others."""
+    best: BestMark | None = None
+    """The point that has a ring with its word."""
 
     @property
     def css_class(self) -> str:
@@ -103,7 +88,7 @@ def make_css() -> str:
         for k in range(len(COLORS["light"]))
     )
     toggles = (f"figure:has(.toggle{k}:not(:checked)) .line{k} {{ display: none; }}" for k in range(MAX_TOGGLES))
-    return "\n".join([_CSS, *colors, *toggles])
+    return "\n".join([CHART_CSS, *colors, *toggles])
 
 
 def make_color_variables(scheme: str) -> str:
@@ -141,7 +126,9 @@ def draw_chart(
         frame = dataclasses.replace(frame, x_low=low, x_high=high)
     parts = [*_draw_axes(frame, format_x, format_y, x_name)]
     parts += [_draw_band(frame, line, k, 0.36 / (len(drawn) + 1)) for k, line in enumerate(banded)]
-    parts += [_draw_series(frame, line, k) for k, line in enumerate(drawn)]
+    turns = _list_turns(drawn)
+    parts += [_draw_series(frame, line, k, turns[k]) for k, line in enumerate(drawn)]
+    parts += [_draw_best(frame, line, k, format_y) for k, line in enumerate(drawn)]
     parts += _draw_strips(frame, drawn, format_x, format_y, x_name)
     label = html.escape(f"{title}: {'; '.join(f'{line.label} {format_y(float(line.y[-1]))}' for line in drawn)}")
     note = ", ".join(filter(None, [note, _describe_merged(drawn), "logarithmic" if is_log else ""]))
@@ -278,19 +265,47 @@ def _draw_band(frame: _Frame, series: Series, index: int, opacity: float) -> str
     return f'<path class="band {series.css_class} line{index}" opacity="{opacity:.2f}" d="{shape}"/>'
 
 
-def _draw_series(frame: _Frame, series: Series, index: int) -> str:
+def _list_turns(series: Sequence[Series]) -> list[str]:
+    """Return the attributes of dashes for lines that are equal; empty texts for the others, and for a mean."""
+    turns = find_turns([(line.x, line.y) for line in series])
+    if any(line.color is None for line in series):
+        return [""] * len(series)
+    dashes = [choose_turn(*turn, _TURN_LENGTH) for turn in turns]
+    styles = [f"stroke-dasharray: {dash:g} {gap:g}; stroke-dashoffset: {offset:g}" for offset, (dash, gap) in dashes]
+    return [
+        f' style="{text}; stroke-linecap: butt"' if count > 1 else ""
+        for text, (_, count) in zip(styles, turns, strict=True)
+    ]
+
+
+def _draw_series(frame: _Frame, series: Series, index: int, style: str) -> str:
     shape, places = "", []
     for part in _split_at_gaps(series.y):
         points = [f"{frame.place_x(series.x[k]):.1f},{frame.place_y(series.y[k]):.1f}" for k in part]
         shape += "M" + "L".join(points) + ("h.01" if len(points) == 1 else "")  # a dot, with round caps
         places += points
     look = f"{series.css_class} part" if series.is_part else series.css_class
-    line = f'<path class="series {look} line{index}" d="{shape}"/>'
+    line = f'<path class="series {look} line{index}"{style} d="{shape}"/>'
     if len(places) > (_MAX_DOTS if series.exact else 1):
         return line
     centers = (place.split(",") for place in places)
     return line + "".join(
         f'<circle class="dot {series.css_class} line{index}" cx="{x}" cy="{y}" r="3"/>' for x, y in centers
+    )
+
+
+def _draw_best(frame: _Frame, series: Series, index: int, format_y: Callable[[float], str]) -> str:
+    """Draw a ring around the best point, with a word above it, or below it at the upper edge."""
+    if series.best is None:
+        return ""
+    step, value, word = series.best
+    x, y = frame.place_x(step), frame.place_y(value)
+    anchor = "start" if x < _LEFT + _BEST_ROOM else "end" if x > _WIDTH - _RIGHT - _BEST_ROOM else "middle"
+    text_y = y - 11 if y > _TOP + _ROW_HEIGHT + 6 else y + 19
+    title = html.escape(f"{word} {format_y(value)}, at step {step:,}")
+    return (
+        f'<g class="best line{index}"><title>{title}</title><circle class="ring" cx="{x:.1f}" cy="{y:.1f}" r="6.5"/>'
+        f'<text x="{x:.1f}" y="{text_y:.1f}" text-anchor="{anchor}">{word}</text></g>'
     )
 
 

@@ -24,7 +24,7 @@ from dtkit._util import formatting
 from dtkit._util.formatting import name_type
 from dtkit.dashboard.text.progress import show_progress
 from dtkit.data.columns import ColumnSelection
-from dtkit.data.notebook_data import NotebookData, copy_first_rows, inspect_data
+from dtkit.data.notebook_data import NotebookData, copy_first_rows, describe_shapes, inspect_data
 from dtkit.data.partition import Partition
 from dtkit.data.sharding import divide_evenly
 from dtkit.data.torch_loader import is_data_loader, read_data_loader
@@ -41,7 +41,8 @@ class DataHandle:
     """Data on the engines, stored under `key`. They free it after this handle is garbage-collected.
 
     `num_samples` is None and `nbytes` infinite if unknown. `columns` has the used columns of a table, which validation
-    data needs too. `first_rows` are a few rows of arrays that the notebook had, and None for other data. An
+    data needs too. `first_rows` are a few rows of arrays that the notebook had, and None for other data. `shapes` has
+    the shapes and dtypes of arrays that the notebook had, as text. An
     evaluation takes `batch_size` rows at a time over all ranks; None stands for the training's number.
     """
 
@@ -56,6 +57,7 @@ class DataHandle:
         self.engine_group, self.key, self.num_samples, self.nbytes = engine_group, key, num_samples, nbytes
         self.columns = columns or ColumnSelection()
         self.first_rows: Any = None
+        self.shapes = ""
         self.batch_size: int | None = None
         weakref.finalize(self, engine_group.free_later, key)
 
@@ -201,7 +203,7 @@ class _PartitionRequest:
         if self.check is not None:
             self.check(partition, notebook_data.columns)
         handle = _send_data(self.engine_group, notebook_data, partition.flatten_indices(), partition.sizes)
-        handle.first_rows = copy_first_rows(notebook_data.data)
+        handle.first_rows, handle.shapes = copy_first_rows(notebook_data.data), describe_shapes(notebook_data.data)
         partition.source = handle
         return partition
 

@@ -23,7 +23,8 @@ def summarize_model(model: torch.nn.Module) -> ModelSummary:
         layers = deeper
     parameters = list(model.parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
-    return ModelSummary(sum(p.numel() for p in parameters), trainable, tuple(layers))
+    kind = getattr(model, "model_name", type(model).__name__)
+    return ModelSummary(sum(p.numel() for p in parameters), trainable, tuple(layers), kind)
 
 
 def list_layers(model: torch.nn.Module, max_depth: int) -> list[LayerSummary]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 NUM_FIRST_ROWS = 8
 """Rows that a trial in the notebook takes."""
+_MAX_SHAPES_CHARS = 200
 _MAX_LABELS = 2**24  # labels read from a file or an arrow table, only for the figure
 
 
@@ -220,3 +221,25 @@ def copy_first_rows(data: Any) -> Any:
     if type(data).__module__.partition(".")[0] == "torch" and hasattr(data, "clone"):
         return data[:NUM_FIRST_ROWS].clone()
     return np.array(data[:NUM_FIRST_ROWS]) if isinstance(data, np.ndarray) and data.ndim else None
+
+
+def describe_shapes(data: Any) -> str:
+    """Return the shapes and dtypes of arrays, the last of which is the target unless they have names.
+
+    Such as ``(1440, 64) float32, target (1440,) int64``; an empty text for other data.
+    """
+    if isinstance(data, dict):
+        named = list(data.items())
+    elif isinstance(data, tuple):
+        named = [("target" if 0 < k == len(data) - 1 else "", array) for k, array in enumerate(data)]
+    else:
+        return ""
+    if not all(hasattr(array, "shape") and hasattr(array, "dtype") for _, array in named):
+        return ""
+    shapes = [f"{name} {tuple(array.shape)} {_name_dtype(array.dtype)}" for name, array in named]
+    return formatting.sanitize_text(", ".join(map(str.strip, shapes)), _MAX_SHAPES_CHARS)
+
+
+def _name_dtype(dtype: Any) -> str:
+    """Return the name of a dtype of torch or numpy. A mapped file has its code, such as ``<f4``."""
+    return np.dtype(dtype).name if isinstance(dtype, str | np.dtype) else str(dtype).removeprefix("torch.")

@@ -88,7 +88,7 @@ class NoLearning:
     @property
     def advice(self) -> str:
         """The finding and the remedy, without the numbers that change with each step."""
-        return f"the model has learned nothing so far: {self._remedy}"
+        return f"the model has learned nothing so far: {self.remedy}"
 
     @property
     def arithmetic(self) -> tuple[str, ...]:
@@ -116,10 +116,11 @@ class NoLearning:
         if self.num_evaluations:
             least = formatting.format_loss(self.least_validation)
             text += f". The lowest of the last {self.num_evaluations} validation losses is {least}"
-        return f"{text}. {self._remedy[0].upper()}{self._remedy[1:]}"
+        return f"{text}. {self.remedy[0].upper()}{self.remedy[1:]}"
 
     @property
-    def _remedy(self) -> str:
+    def remedy(self) -> str:
+        """What would help."""
         lr, lower = map(formatting.format_learning_rate, (self.lr, self.lr / 10))
         if self.has_done_harm:
             return f"train again with a lower learning rate than {lr}, such as {lower}"

@@ -347,6 +347,7 @@ def _make_spec(
         model=model_handle.summary,
         directions=tuple(read_directions(config.metrics or {}).items()),
         has_validation=config.validation is not None,
+        data=(partition if isinstance(partition, StreamHandle) else partition.source).shapes,
     )
 
 

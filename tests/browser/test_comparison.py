@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,9 +19,6 @@ from dtkit.types import Evaluation, State
 from tests.support.comparison_sources import build_message_of_named, make_diverging_pair, make_logging_runs
 from tests.support.fake_source import FakeSource
 from tests.support.static_view import encode_message, load_widget
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.browser
 
@@ -128,7 +126,7 @@ def test_long_names_wrap_and_a_pointer_shows_the_whole(
     expect(chart.locator(".dtk-labels text")).to_have_count(num_runs)
     assert chart.evaluate(_LABELS_IN_SIGHT)
     titles = chart.locator(".dtk-labels title").all_text_contents()
-    assert sorted(titles) == sorted(dtkit.compare(*runs).labels)
+    assert sorted(titles) == [f"{k}: {name}" for k, name in enumerate(dtkit.compare(*runs).labels, 1)]
     chart.hover(position={"x": 200, "y": 100})
     expect(page.get_by_test_id("comparison-chart").get_by_test_id("tooltip")).to_contain_text(names[0])
     assert all(name in repr(dtkit.compare(*runs)) for name in names)
@@ -191,7 +189,7 @@ def test_labels_of_runs_with_a_common_beginning_are_told_apart(page: Page, width
     texts = [text.replace("\xa0", " ") for text in labels.all_text_contents()]
     assert all(any(f"seed {k}" in text for text in texts) for k in range(8)), texts
     titles = page.get_by_test_id("comparison-chart").locator(".dtk-labels title").all_text_contents()
-    assert sorted(titles) == names
+    assert sorted(titles) == [f"{k}: {name}" for k, name in enumerate(names, 1)]
     cell = page.get_by_test_id("runs-table").locator("tbody th").first
     expect(cell).to_have_attribute("title", names[0])
     assert page.evaluate("document.documentElement.scrollWidth") <= width - 130
@@ -299,7 +297,7 @@ def test_all_charts_follow_the_axis_of_the_runs(page: Page, axis: str, title: st
     svg.focus()
     page.keyboard.press("+")
     expect(root.get_by_test_id("reset-zoom")).to_be_visible()
-    expect(svg).to_have_attribute("aria-label", re.compile("slow .*; quick "))
+    expect(svg).to_have_attribute("aria-label", re.compile("1: slow .*; 2: quick "))
     root.get_by_label("x axis").select_option("step")
     expect(root.get_by_test_id("reset-zoom")).to_be_hidden()
 
@@ -417,11 +415,11 @@ def test_sorted_runs_have_the_numbers_and_colors_of_their_lines(page: Page, widt
     buttons.first.click()  # hides its run
     labels = page.get_by_test_id("comparison-chart").locator(".dtk-labels g")
     expect(labels).to_have_count(2)
-    assert "b" not in labels.locator("title").all_text_contents()
+    assert "2: b" not in labels.locator("title").all_text_contents()
     buttons.first.click()
     expect(labels).to_have_count(3)
     hues = {label.locator("title").text_content(): label.inner_html() for label in labels.all()}
-    assert all(f"dtk-n{k}" in hues[name] for k, name in enumerate("abc"))
+    assert all(f"dtk-n{k}" in hues[f"{k + 1}: {name}"] for k, name in enumerate("abc"))
 
 
 @pytest.mark.parametrize("place", ["live view", "report"])
@@ -447,6 +445,83 @@ def test_the_column_of_runs_sorts_by_their_numbers(page: Page, tmp_path: Path, p
     head.get_by_role("button").click()
     expect(head).to_have_attribute("aria-sort", "descending")
     expect(first).to_have_text(expected[::-1])
+
+
+def show_equal_pair(page: Page, theme: str = "light") -> None:
+    """Show three runs of which the first and the last have the same losses."""
+    runs = [FakeSource(steps=400, seed=seed, name=f"lr {lr}") for lr, seed in ((0.02, 0), (0.1, 1), (0.5, 0))]
+    for run in runs:
+        run.advance(200)
+    load_widget(
+        page, str(ComparisonWidget._esm), ComparisonMessageBuilder(dtkit.compare(*runs)).build_snapshot(), theme
+    )
+
+
+def test_runs_whose_lines_are_equal_take_turns_and_are_named(page: Page):
+    show_equal_pair(page)
+    chart = page.get_by_test_id("comparison-chart")
+    expect(chart.locator("h3 .dtk-note")).to_contain_text("equal lines: 1 = 3")
+    read = """(paths) => paths.slice(0, 3).map((path) => {
+      const { strokeDasharray, strokeDashoffset, strokeLinecap } = getComputedStyle(path);
+      return [strokeDasharray, strokeDashoffset, strokeLinecap];
+    })"""
+    first, own, last = chart.locator(".dtk-lines path").evaluate_all(read)
+    assert (first[0], last[0]) == ("9px, 9px", "9px, 9px")
+    assert (first[1], last[1]) == ("18px", "9px")
+    assert own[2] == "round"
+    page.get_by_role("button", name="3: lr 0.5").click()  # which hides it
+    expect(chart.locator("h3 .dtk-note")).not_to_contain_text("equal lines")
+    assert chart.locator(".dtk-lines path").evaluate_all(read)[0][0] == "none"
+
+
+def test_the_tooltip_of_runs_has_their_numbers_and_dashes(page: Page):
+    show_equal_pair(page)
+    chart = page.get_by_test_id("comparison-chart")
+    chart.locator("svg.dtk-lines-chart").hover(position={"x": 200, "y": 100})
+    rows = chart.get_by_test_id("tooltip").locator(".dtk-tip-rows > div")
+    expect(rows.locator("span")).to_have_text(["1: lr 0.02", "2: lr 0.1", "3: lr 0.5"])
+    looks = rows.locator("path").evaluate_all("(paths) => paths.map((path) => path.getAttribute('class'))")
+    assert [re.findall(r"dtk-n(\d) dtk-dash(\d)", look) for look in looks] == [[("0", "0")], [("1", "1")], [("2", "2")]]
+
+
+def test_the_values_of_runs_are_saved_with_their_numbers_and_without_an_empty_mean(page: Page):
+    show_equal_pair(page)
+    chart = page.get_by_test_id("comparison-chart")
+    chart.hover()
+    chart.get_by_test_id("download").click()
+    with page.expect_download() as download:
+        chart.get_by_test_id("save-csv").click()
+    header, *lines = csv.reader(Path(download.value.path()).read_text(encoding="utf-8").splitlines())
+    assert header == ["first step", "last step", "1: lr 0.02", "2: lr 0.1", "3: lr 0.5"]
+    assert all(all(line) for line in lines)
+
+
+@pytest.mark.parametrize("width", [400, 450, 1400])
+def test_a_setting_and_its_number_are_on_one_line_of_the_table(page: Page, width: int):
+    page.set_viewport_size({"width": width, "height": 900})
+    show_equal_pair(page)
+    names = page.get_by_test_id("runs-table").locator(".dtk-run > span")
+    expect(names.first).to_be_visible()
+    heights = names.evaluate_all("(names) => names.map((name) => name.getBoundingClientRect().height)")
+    assert max(heights) < 20
+
+
+def test_the_legend_follows_the_order_of_the_table(page: Page, tmp_path: Path):
+    runs = [FakeSource(steps=400, seed=seed, name=name) for seed, name in enumerate("abc")]
+    for run, steps in zip(runs, (120, 40, 80), strict=True):
+        run.advance(steps)
+    comparison = dtkit.compare(*runs)
+    load_widget(page, str(ComparisonWidget._esm), ComparisonMessageBuilder(comparison).build_snapshot(), "light")
+    legend = page.get_by_test_id("legend").locator("button")
+    page.get_by_test_id("runs-table").get_by_role("button", name="steps", exact=True).click()
+    expect(legend).to_have_text(["2: b", "3: c", "1: a"])
+    looks = [str(path.get_attribute("class")) for path in legend.locator("path").all()]
+    assert [re.findall(r"dtk-n(\d)", look) for look in looks] == [["1"], ["2"], ["0"]]
+    comparison.report(tmp_path / "comparison.html")
+    page.goto(f"file://{tmp_path / 'comparison.html'}")
+    expect(legend).to_have_text(["1: a", "2: b", "3: c"])
+    page.locator(".sortable").get_by_role("button", name="steps", exact=True).click()
+    expect(legend).to_have_text(["2: b", "3: c", "1: a"])
 
 
 def test_the_legend_of_runs_has_their_dashes(page: Page):

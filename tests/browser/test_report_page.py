@@ -367,3 +367,22 @@ _LOSSES = """(cells) => {
   const column = cells[0].closest("table").tHead.rows[0].querySelector("[aria-sort=ascending]").cellIndex;
   return cells.filter((cell) => cell.cellIndex === column).map((cell) => cell.dataset.value);
 }"""
+
+
+def test_the_best_validation_has_a_ring_with_its_word_in_the_charts_of_a_report(page: Page, tmp_path: Path):
+    source = FakeSource(steps=40)
+    source.advance(40)
+    for step, loss, accuracy in ((10, 0.9, 0.5), (20, 0.4, 0.8), (40, 0.6, 0.9)):
+        source.history.add(Evaluation(step, 100, {"loss": loss, "accuracy": accuracy}))
+    write_report(source, tmp_path / "run.html")
+    page.goto(f"file://{tmp_path / 'run.html'}")
+    for testid, word, step in (("loss-chart", "lowest", 20), ("metric-chart", "highest", 40)):
+        chart = page.get_by_test_id(testid)
+        expect(chart.locator(".dtk-best text")).to_have_text(word)
+        assert str(chart.locator(".dtk-best title").text_content()).endswith(f"at step {step}")
+        centers = chart.evaluate("""(chart) => {
+          const middle = (el) => { const { x, width } = el.getBoundingClientRect(); return x + width / 2; };
+          const points = [...chart.querySelectorAll(".dtk-points path")].map(middle);
+          return [middle(chart.querySelector(".dtk-ring")), ...points];
+        }""")
+        assert any(abs(centers[0] - center) < 1 for center in centers[1:])

@@ -30,6 +30,7 @@ from dtkit.dashboard.summary.comparison import (
     make_row,
     read_scalar,
 )
+from dtkit.dashboard.summary.equal_lines import choose_turn, find_turns
 from dtkit.dashboard.summary.run_lines import choose_dash
 from dtkit.dashboard.summary.series_names import MAX_TITLE_CHARS
 from dtkit.dashboard.summary.short_batches import compute_drawn_losses
@@ -74,6 +75,7 @@ def draw_comparison(labels: Sequence[str], histories: Sequence[History], order: 
         panels.append(figure.add_subplot(grid[-1, :]))
     for ax, draw in zip(panels, charts, strict=True):
         draw(ax)
+        _let_equal_lines_take_turns(ax)
     _add_legend(figure, labels, order, legend_columns)
     style.fit_texts(figure)
     return figure
@@ -87,7 +89,9 @@ def draw_comparison_charts(labels: Sequence[str], histories: Sequence[History]) 
     figures = []
     for draw in _list_charts(labels, histories):
         figures.append(create_figure(_CHART_WIDTH_IN, _CHART_HEIGHT_IN))
-        draw(figures[-1].add_subplot())
+        ax = figures[-1].add_subplot()
+        draw(ax)
+        _let_equal_lines_take_turns(ax)
         style.fit_texts(figures[-1])
     return figures
 
@@ -228,6 +232,14 @@ def _draw_line(ax: Axes, x: np.ndarray, values: np.ndarray, run: int, label: str
     """Draw the line of a run in its color and dashes, as the live view does, or its only value as a dot."""
     is_dot = np.isfinite(values).sum() == 1
     ax.plot(x, values, label=label, gid=label, marker="o" if is_dot else "", markersize=5, **_choose_line(run))
+
+
+def _let_equal_lines_take_turns(ax: Axes) -> None:
+    lines = [line for line in ax.get_lines() if line.get_gid()]
+    data = [(np.asarray(line.get_xdata(), float), np.asarray(line.get_ydata(), float)) for line in lines]
+    for line, (place, count) in zip(lines, find_turns(data), strict=True):
+        if count > 1:
+            line.set_linestyle(choose_turn(place, count))
 
 
 def _choose_line(run: int) -> dict[str, Any]:

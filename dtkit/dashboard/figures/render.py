@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from PIL import Image, ImageDraw
 
 from dtkit.dashboard.figures.neutral import make_neutral, shrink_png
+from dtkit.dashboard.live.placement import DARK_FILTER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,7 +42,9 @@ _CARD_EDGE_COLOR = "#d4d4d4"
 class ShownFigure(Figure):
     """A figure that a notebook of any theme shows as a picture, whether or not pyplot is imported.
 
-    It keeps its own colors, for a user who draws into it or saves it.
+    The picture is a white card, which a rule makes dark in a dark theme: gray text is hard to read on both. A front end
+    that removes rules, or that shows no HTML, has the white card. The figure keeps its own colors, for a user who draws
+    into it or saves it.
     """
 
     def _ipython_display_(self) -> None:  # IPython prefers pyplot's printer of figures to any other method
@@ -49,9 +52,10 @@ class ShownFigure(Figure):
 
         # unpickles: a copy of this figure, made here; formatters of axes may be lambdas
         copied = cloudpickle.loads(cloudpickle.dumps(self))
-        png = base64.b64encode(render_notebook_png(copied)).decode("ascii")
-        bundle, metadata = {"image/png": png, "text/plain": repr(self)}, {"image/png": {"width": get_css_width(self)}}
-        display(bundle, metadata=metadata, raw=True)  # type: ignore[no-untyped-call]
+        png, width = base64.b64encode(render_card_png(copied)).decode("ascii"), get_css_width(self)
+        page = format_themed_card(png, width, ", ".join(filter(None, (ax.get_title(loc="left") for ax in self.axes))))
+        bundle = {"text/html": page, "image/png": png, "text/plain": repr(self)}
+        display(bundle, metadata={"image/png": {"width": width}}, raw=True)  # type: ignore[no-untyped-call]
 
 
 def create_figure(width: float, height: float) -> Figure:
@@ -154,6 +158,14 @@ def format_cards(cards: Sequence[tuple[bytes, int]], alt: str) -> str:
         tags.append(f'<img src="data:image/png;base64,{data}" width="{_CARD_BASIS}" style="{style}" alt="{described}">')
     row = "display: flex; flex-wrap: wrap; gap: 8px; align-items: flex-start; overflow-x: auto"
     return f'<div style="{row}">{"".join(tags)}</div>'
+
+
+def format_themed_card(data: str, width: int, alt: str) -> str:
+    """Return a card, a PNG in base64, that is dark in a dark theme of JupyterLab or VS Code."""
+    themes = ("[data-jp-theme-light=false]", "[data-vscode-theme-kind$=dark]")
+    selectors = ", ".join(f"{theme} .dtkit-picture img" for theme in themes)
+    rule = f"<style>{selectors} {{filter: {DARK_FILTER}}}</style>"
+    return f'{rule}<div class="dtkit-picture">{format_png_tag(data, width, alt)}</div>'
 
 
 def format_png_tag(data: str, width: int, alt: str) -> str:

@@ -74,8 +74,17 @@ def list_rate_differences(specs: Sequence[RunSpec | None], histories: Sequence[H
     """
     if first := _list_first_rate_differences(histories):
         return first
-    rates = [formatting.UNKNOWN if spec is None else read_optimizer(spec.optimizer).rate for spec in specs]
+    rates = [formatting.UNKNOWN if spec is None else _format_typed_rate(spec.optimizer) for spec in specs]
     return [("learning rate", *rates)] if all(rates) and len(set(rates) - {formatting.UNKNOWN}) > 1 else []
+
+
+def _format_typed_rate(optimizer: str) -> str:
+    """Return the rate that a user typed, such as ``12.0``, in the form that the rate of a step has: ``12``."""
+    rate = read_optimizer(optimizer).rate
+    try:
+        return formatting.format_learning_rate(float(rate))
+    except ValueError:
+        return rate
 
 
 def _list_first_rate_differences(histories: Sequence[History]) -> list[tuple[str, ...]]:

@@ -49,7 +49,7 @@ const FAR_PX = 1e4; // outside any chart; pictures lose longer numbers
  *   numbers, isFlat(store, el): a line instead of a chart, grain(store) with its layout(store)
  * - names: overallName, right(head, view): room for labels, lineName(store, line) with labelLines(store, line, most,
  *   width): that name at the line's end
- * - points: points(store), pointName
+ * - points: points(store), pointName, measured: the metric whose best has a ring in a report
  * - axes: height, axis: instead of that of all charts, fromZero, most(store): the largest value that the axis has to
  *   show, canLog: a logarithmic scale, where one is chosen or the values span many orders, which leaves out values that
  *   are not positive; "positive": none where some are negative
@@ -58,7 +58,7 @@ export function chart(store, name, options, redraw) {
   const note = h("span", { class: "dtk-note" });
   const layers = {}, clip = newPrefix(), clipped = s("rect"), cursor = newCursor();
   const svg = s("svg", { role: "img", class: "dtk-chart dtk-lines-chart", tabindex: 0 }, s("clipPath", { id: clip }, clipped));
-  for (const layer of ["grid", "marks", "bands", "lines", "points", "labels", "dragged"]) {
+  for (const layer of ["grid", "marks", "bands", "lines", "points", "best", "labels", "dragged"]) {
     svg.append((layers[layer] = s("g", { class: `dtk-${layer}` })));
   }
   for (const layer of ["bands", "lines", "points"]) layers[layer].setAttribute("clip-path", `url(#${clip})`);
@@ -351,7 +351,7 @@ function lineRow(view, line, at) {
   const text = options.spanned ? formatSpan(view, line, at) : format(view, grain.value(line, at, 1));
   if (layout.banded && !overall) return { label: bandName(view), value: `${format(view, grain.value(0, at, 0))} to ${format(view, grain.value(0, at, 2))}`, mark };
   const label = overall ? overallLabel(view) : options.lineName?.(store, line) ?? nodeName(store, line);
-  return { label, value: withAverage(view, line, at, text), mark };
+  return { label, value: withAverage(view, line, at, text), mark, run: options.lineName ? line : null };
 }
 /** Return the lowest and the highest value of a point, or its only one. */
 function formatSpan(view, line, at) {

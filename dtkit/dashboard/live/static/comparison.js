@@ -3,20 +3,20 @@
 import { chart } from "./chart.js";
 import { MILLISECONDS } from "./chart/axis.js";
 import { bucketGrain, seriesGrain } from "./chart/grain.js";
+import { describeEqualLines } from "./chart/lines.js";
 import { axisOfRuns, placedGrain, placedStore, withRunEnds, withSteps } from "./chart/run_axis.js";
 import { h, keepKeys, setAttr, setText } from "./elements.js";
 import { drawPointed, newFrames } from "./frames.js";
 import { newRows } from "./grid.js";
 import { number } from "./numbers.js";
 import { runLine } from "./run_line.js";
-import { addSortButton, chooseNextOrder, sortCells } from "./sorting.js";
+import { addSortButton, chooseNextOrder, sortTable } from "./sorting.js";
 import { toolbar } from "./toolbar.js";
 
 const MOST_LINES = 3, HEIGHT = 240;
 
 function lineName({ head: { names } }, line) {
-  const isAlone = names.every((name, other) => other === line || name !== names[line]);
-  return isAlone ? names[line] : `${line + 1}: ${names[line]}`;
+  return `${line + 1}: ${names[line]}`;
 }
 const BREAKS = /(?<=\s)(?!\d)|(?<=,)(?!\s)|(?<=\()(?!\))/; // after blanks, commas and brackets, but not within "()" or "lr 0.1"
 
@@ -106,7 +106,7 @@ function mainChart(store, redraw) {
     get joined() { return axisOfRuns(store) !== undefined; },
     testid: "comparison-chart",
     most: (st) => st.head.most ?? Infinity,
-    lead: () => describeCap(store.head.most),
+    lead: (view) => describeLines(view, store.head.most),
     note: () => "mean of nodes",
     grain: () => (axisOfRuns(store) ? placedGrain(store, buckets(store), false) : buckets(store)),
   }, redraw);
@@ -114,9 +114,9 @@ function mainChart(store, redraw) {
   return { ...panel, update: () => { setText(heading, `Loss against ${AGAINST[store.view.x]}`); panel.update(); } };
 }
 
-/** Return above which value a chart leaves values out; an empty text where it shows all. */
-function describeCap(most) {
-  return most == null ? "" : `above ${number(most)} left out`;
+/** Return above which value a chart leaves values out, and which runs have one line; an empty text where there is no such thing. */
+function describeLines(view, most) {
+  return [most == null ? "" : `above ${number(most)} left out`, describeEqualLines(view)].filter(Boolean).join(" · ");
 }
 
 /** Return the chart of a series: the loss against time, a validation metric, or a number that runs logged. */
@@ -136,7 +136,7 @@ function comparedChart(store, name, redraw) {
     joined: true,
     get axis() { return axis(); },
     most: () => of().most ?? Infinity,
-    lead: () => describeCap(of().most),
+    lead: (view) => describeLines(view, of().most),
     note: () => (isTime ? "time in steps only" : isRate ? "samples/s of all nodes" : isLogged ? "logged, mean of nodes" : ""),
     layout: () => ({ name, first: 0, nodes: of().lines - 1, banded: false }),
     grain: () => (!isTime && axis() ? placedGrain(store, seriesGrain(of()), isExact) : withSteps(store, seriesGrain(of()), isTime ? "time" : "step")),
@@ -190,20 +190,6 @@ function tableOf(read, { testid, label, isLegend, sorting }) {
   };
   return { el, update };
 }
-/** Return a table in the order that a person chose, with the numbers of its runs, and how to sort it. */
-function sortTable(table, sorting) {
-  const column = table.header.indexOf(sorting?.name), values = new Map((table.values ?? []).map(([row, k, value]) => [`${row} ${k}`, value]));
-  const cells = table.rows.map((row, k) => ({ value: values.get(`${k} ${column}`), text: column ? row[column] ?? "" : `${table.runs[k] + 1}: ${row[0]}` })); // as it is shown, and as a report sorts it
-  const places = sortCells(cells, column < 0 ? "none" : sorting.order), at = (row) => places.indexOf(row), runs = sorting ? places.map((k) => table.runs[k]) : table.runs;
-  return {
-    ...table,
-    rows: places.map((k) => table.rows[k]),
-    bold: table.bold.map(([row, k]) => [at(row), k]),
-    small: table.small.map(([row, k, text]) => [at(row), k, text]),
-    runs,
-    sorting: runs.length > 1 ? sorting : undefined,
-  };
-}
 /** Show the first of the tables that fits: with narrow cells if need be. If none does, the narrowest scrolls. */
 function fitTable(scroll, tables, names) {
   const { scrollLeft } = scroll, focused = scroll.querySelector("button:focus")?.dataset.column;
@@ -232,6 +218,7 @@ function tableElement(table, isTurned, names) {
   return h("table", {}, h("thead", {}, tr(table.header, -1)), h("tbody", {}, ...table.rows.map(tr)));
 }
 const CODE_BREAKS = /(?<=[(._=])(?!\))|(?<=[a-z])(?=[A-Z])/; // a strategy breaks after its bracket
+const NUMBER_BLANK = / (?=\d)/g; // as in "lr 0.02", which stays on one line
 const NAME_BREAKS = /(?<=[(=,])(?!\))|(?<=[a-z])(?=[A-Z])/;
 
 /**
@@ -242,7 +229,7 @@ function tableRow({ texts, bold, small, high, sorting }, cells, row, { runAt, he
   return h("tr", row < 0 ? {} : { "data-row": row }, ...cells.map((text, column) => {
     const isBold = bold.some(([r, c]) => r === row && c === column), isText = texts.includes(column), run = runAt(row, column), head = headAt(row, column);
     const cell = h(row < 0 || !column ? "th" : "td", { class: `${isText ? "" : "dtk-number"}${isBold ? " dtk-best" : ""}`, ...(row < 0 ? { scope: "col" } : column ? {} : { scope: "row" }) });
-    if (run !== null) { cell.classList.add("dtk-run"); cell.append(runLine(run), h("span", {}, ` ${run + 1}:\u00a0`, ...text.split(NAME_BREAKS).flatMap((part) => [part, h("wbr")]))); if (names[run] !== text) setAttr(cell, "title", names[run]); }
+    if (run !== null) { cell.classList.add("dtk-run"); cell.append(runLine(run), h("span", {}, ` ${run + 1}:\u00a0`, ...text.replace(NUMBER_BLANK, "\u00a0").split(NAME_BREAKS).flatMap((part) => [part, h("wbr")]))); if (names[run] !== text) setAttr(cell, "title", names[run]); }
     else cell.append(...(isText ? text.split(CODE_BREAKS) : [text]).flatMap((part) => [part, h("wbr")]));
     for (const [, , change] of small.filter(([r, c]) => r === row && c === column)) cell.append(h("small", { class: "dtk-change" }, change));
     if (sorting && head !== null) addSortButton(cell, sorting.name === text ? sorting.order : "none", () => sorting.sort(text, high.includes(head))).dataset.column = text;

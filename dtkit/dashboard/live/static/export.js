@@ -1,6 +1,6 @@
 // Downloads of a chart: a picture as it is drawn, with its colors, or its values.
 
-const STYLES = ["fill", "fill-opacity", "stroke", "stroke-width", "stroke-dasharray", "stroke-linecap", "stroke-linejoin", "opacity", "font-size", "font-weight", "font-family", "text-anchor"];
+const STYLES = ["fill", "fill-opacity", "stroke", "stroke-width", "stroke-dasharray", "stroke-dashoffset", "stroke-linecap", "stroke-linejoin", "opacity", "font-size", "font-weight", "font-family", "text-anchor"];
 const SHARPER = 2, HEAD = 26, PICTURE_WIDTH = 616, NS = "http://www.w3.org/2000/svg";
 
 /** Return the chart as SVG that needs no style sheet, below its title. */

@@ -64,8 +64,8 @@ function followPage() {
   choose(); // a browser keeps it when a page is loaded again
 }
 
-function drawReport() {
-  const store = newStore(), place = document.getElementById("dtk-live");
+function drawReport(store) {
+  const place = document.getElementById("dtk-live");
   for (const [content, buffers] of readMessages()) apply(store, content, buffers);
   if (!store.curves.used) return; // there is no step to draw
   const { root, redraw } = store.head.runs ? buildComparison(store, { hasTables: false }) : buildCharts(store);
@@ -79,6 +79,7 @@ function drawReport() {
   redraw();
 }
 
-for (const table of document.querySelectorAll(".sortable table")) makeSortable(table);
+const shownStore = newStore();
+for (const table of document.querySelectorAll(".sortable table")) makeSortable(table, (sorting) => { shownStore.view.sorting = sorting; shownStore.redraw(); }); // for the legend
 balanceColumns(document.querySelector(".columns"));
-drawReport();
+drawReport(shownStore);

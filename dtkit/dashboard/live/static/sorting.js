@@ -22,6 +22,20 @@ function compareCells(first, second, sign) {
   return sign * first.text.localeCompare(second.text, "en", { numeric: true });
 }
 
+/** Return a table in the order that a person chose, with the numbers of its runs, and how to sort it. */
+export function sortTable(table, sorting) {
+  const column = table.header.indexOf(sorting?.name), values = new Map((table.values ?? []).map(([row, k, value]) => [`${row} ${k}`, value]));
+  const cells = table.rows.map((row, k) => ({ value: values.get(`${k} ${column}`), text: column ? row[column] ?? "" : `${table.runs[k] + 1}: ${row[0]}` })); // as it is shown, and as a report sorts it
+  const places = sortCells(cells, column < 0 ? "none" : sorting.order), at = (row) => places.indexOf(row), runs = sorting ? places.map((k) => table.runs[k]) : table.runs;
+  return {
+    ...table,
+    rows: places.map((k) => table.rows[k]),
+    bold: table.bold.map(([row, k]) => [at(row), k]),
+    small: table.small.map(([row, k, text]) => [at(row), k, text]),
+    runs,
+    sorting: runs.length > 1 ? sorting : undefined,
+  };
+}
 /** Put the name of a column into a button that sorts by it, and return the button. */
 export function addSortButton(head, order, sort) {
   const button = h("button", { type: "button", title: "sort by this column" }, ...head.childNodes);
@@ -31,14 +45,15 @@ export function addSortButton(head, order, sort) {
   return button;
 }
 
-/** Let each name of a column sort the rows of a table. */
-export function makeSortable(table) {
-  const heads = [...table.tHead.rows[0].cells], body = table.tBodies[0], written = [...body.rows];
+/** Let each name of a column sort the rows of a table; `onSort` gets the {name, order} of a column. */
+export function makeSortable(table, onSort = () => {}) {
+  const heads = [...table.tHead.rows[0].cells], names = heads.map(({ textContent }) => textContent), body = table.tBodies[0], written = [...body.rows];
   const sortBy = (column) => {
     const order = chooseNextOrder(heads[column].getAttribute("aria-sort"), heads[column].dataset.best === "highest");
     for (const head of heads) head.setAttribute("aria-sort", head === heads[column] ? order : "none");
     const cells = written.map((row) => ({ value: row.cells[column].dataset.value, text: row.cells[column].textContent }));
     body.append(...sortCells(cells, order).map((k) => written[k]));
+    onSort({ name: names[column], order });
   };
   heads.forEach((head, column) => addSortButton(head, "none", () => sortBy(column)));
 }

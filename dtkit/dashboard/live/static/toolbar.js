@@ -8,6 +8,7 @@ import { h, setAttr, setText } from "./elements.js";
 import { nodeName } from "./picking.js";
 import { panelsMenu } from "./panels_menu.js";
 import { runLine } from "./run_line.js";
+import { sortTable } from "./sorting.js";
 import { LIVE, countLog, evaluatedPoints, isLogAuto, isLogShown, wholeSteps } from "./store.js";
 import { hasZoomed, ZOOM_HINT } from "./zoom_hint.js";
 
@@ -141,7 +142,7 @@ function describeScale(label, [logarithmic, all], isAuto) {
 /** Return {key, label, hue} of each line that can be hidden, in all charts. */
 function legendEntries(store) {
   const { head } = store, layout = head.charts.loss, nodes = [];
-  if (head.runs) return head.runs.length > 1 ? head.table.runs.map((k) => ({ key: `n${k}`, label: `${k + 1}: ${head.runs[k]}`, run: k })) : [];
+  if (head.runs) return head.runs.length > 1 ? sortTable(head.table, store.view.sorting).runs.map((k) => ({ key: `n${k}`, label: `${k + 1}: ${head.runs[k]}`, run: k })) : [];
   if (!layout) return [];
   for (let line = 0; line < layout.nodes; line++) nodes.push({ key: layout.banded ? "band" : `n${line}`, label: layout.banded ? "all nodes" : nodeName(store, line), hue: layout.banded ? "crowd" : `n${line % 8}` });
   if (store.spot?.ranks.length && layout.banded) nodes.push({ key: "spots", label: "outliers", hue: "s0" });

@@ -22,6 +22,35 @@ export function runDash(run) {
   return (run + 2 * Math.floor(run / 4) + Math.floor(run / 8)) % 4;
 }
 
+const SAME_LINE_PX = 0.4, TURN_PX = 9;
+
+/** Return for each line the numbers of those that lie on it in this chart, its own included: the last one would hide the others. */
+function findEqualLines(view) {
+  const { grain, layout } = view, { y } = view.frame, lines = Array.from({ length: layout.nodes }, (_, line) => line).filter((line) => view.shown(line));
+  const isNear = (a, b) => Number.isNaN(a) === Number.isNaN(b) && !(Math.abs(y(a) - y(b)) > SAME_LINE_PX);
+  const areEqual = (one, other) => {
+    for (let at = 0; at < grain.used; at++) if (!isNear(grain.value(one, at, 1), grain.value(other, at, 1))) return false;
+    return true;
+  };
+  const isDrawn = (line) => Array.from({ length: grain.used }, (_, at) => grain.value(line, at, 1)).some((v) => !Number.isNaN(v)), groups = new Map();
+  for (const line of lines.filter(isDrawn)) {
+    const group = [...groups.values()].find(([first]) => areEqual(first, line)) ?? [];
+    group.push(line);
+    groups.set(line, group);
+  }
+  return groups;
+}
+/** Return the style with which a line and those that lie on it take turns; an empty text for a line of its own. */
+function turnStyle(view, line) {
+  const group = view.equalLines?.get(line) ?? [], place = group.indexOf(line);
+  return group.length < 2 ? "" : `stroke-dasharray: ${TURN_PX} ${TURN_PX * (group.length - 1)}; stroke-dashoffset: ${TURN_PX * (group.length - place)}; stroke-linecap: butt`;
+}
+/** Return which runs have one line, such as "equal lines: 1 = 3"; an empty text if none do. A caption is cut at commas. */
+export function describeEqualLines({ equalLines = new Map() }) {
+  const groups = [...new Set(equalLines.values())].filter((group) => group.length > 1).map((group) => group.map((line) => line + 1));
+  return groups.length ? `equal lines: ${groups.map((group) => group.join(" = ")).join("; ")}` : "";
+}
+
 /** Return the weight of the moving average in a chart. */
 export function smoothing({ store, options }) {
   return options.exact ? 0 : store.view.smooth;
@@ -82,7 +111,10 @@ export function drawLine(view, line, ends) {
   const path = pathOf(view, `line${line}`, layers.lines, "", overall ? "all" : crowd ? "band" : line);
   setAttr(path, "class", `dtk-line dtk-${hue}${dash}${drawn.known === 1 ? " dtk-dot" : ""}${means ? " dtk-raw" : ""}${picked}`);
   setAttr(path, "d", crowd ? "" : drawn.mean);
-  drawAverage(view, line, drawn.smooth, `dtk-${hue}${dash}${picked}`);
+  if (options.lineName && line === 0) view.equalLines = findEqualLines(view);
+  const turn = drawn.known > 1 ? turnStyle(view, line) : "";
+  setAttr(path, "style", turn);
+  drawAverage(view, line, drawn.smooth, `dtk-${hue}${dash}${picked}`, turn);
   const shade = pathOf(view, `band${line}`, layers.bands, "");
   setAttr(shade, "class", `dtk-band dtk-${hue}${pointedClass(view, lineKey(layout, line))}`);
   setAttr(shade, "d", drawn.shade);
@@ -98,7 +130,7 @@ function endInSight({ end, beyond }, height, edge) {
   return { x: edge, y: height + (beyond[1] - height) * (edge - end) / (beyond[0] - end) };
 }
 
-function drawAverage(view, line, d, look) {
+function drawAverage(view, line, d, look, style) {
   const key = `smooth${line}`;
   if (!d) {
     view.paths.get(key)?.remove();
@@ -107,6 +139,7 @@ function drawAverage(view, line, d, look) {
   }
   const path = pathOf(view, key, view.layers.lines, "");
   setAttr(path, "class", `dtk-line dtk-smooth ${look}`);
+  setAttr(path, "style", style);
   setAttr(path, "d", d);
 }
 
@@ -157,8 +190,20 @@ export function drawPoints(view, points, ends) {
   view.layers.points.replaceChildren(...chain, ...apart(points, x).map((p) =>
     s("path", { d: `M${x(p.step).toFixed(1)},${y(p.value).toFixed(1)}m${-r},0l${r},${-r}l${r},${r}l${-r},${r}z` }, s("title", {}, `step ${p.step}: ${number(p.value)}`))));
   setAttr(view.layers.points, "class", `dtk-points${pointedClass(view, "valid")}`);
+  drawBest(view, points);
   const seen = points.filter(({ step }) => step >= first && step <= end);
   if (seen.length && view.options.pointName) ends.push({ y: y(seen.at(-1).value), label: view.options.pointName, hue: "all", isPoint: true });
+}
+const RING_PX = 6, BEST_ROOM = 26;
+
+/** Draw a ring around the best evaluation of a report, with the word of its card above it, or below it at the upper edge. */
+function drawBest({ store, options, layers, frame, height, isLog }, points) {
+  const [step, value, word] = store.head.best?.[options.measured] ?? [NaN, NaN, ""], x = frame.x(step), y = frame.y(value), right = x + BEST_ROOM > frame.x(frame.end);
+  const isInSight = points.length > 0 && step >= frame.first && step <= frame.end && y >= 0 && y <= height && !(isLog && value <= 0);
+  if (!isInSight) return layers.best.replaceChildren();
+  const anchor = right ? "end" : x - BEST_ROOM < frame.x(frame.first) ? "start" : "middle";
+  layers.best.replaceChildren(s("title", {}, `${word} ${number(value)}, at step ${step.toLocaleString("en-US")}`), s("circle", { class: "dtk-ring", cx: x, cy: y, r: RING_PX }),
+    s("text", { class: "dtk-halo", x, y: y > 34 ? y - RING_PX - 4 : y + RING_PX + 12, "text-anchor": anchor }, word));
 }
 /** Return points that don't overlap, including the last one. */
 function apart(points, x) {

@@ -1,8 +1,9 @@
 // A box at the pointer that names what is below it. It is for the eye: charts describe themselves to screen readers.
 
 import { h, setAttr, setText } from "../elements.js";
+import { runLine } from "../run_line.js";
 
-/** Return {show(x, y, title, rows), hide()} for a panel. A row is {label, value, mark}; `mark` is the class of its swatch. */
+/** Return {show(x, y, title, rows), hide()} for a panel. A row is {label, value, mark, run}; `mark` is the class of its swatch, which is a line for a `run`. */
 export function newTooltip(panel) {
   const title = h("div", { class: "dtk-tip-title" }), list = h("div", { class: "dtk-tip-rows" });
   const el = h("div", { class: "dtk-tip", "aria-hidden": "true", "data-testid": "tooltip", hidden: "" }, title, list);
@@ -20,9 +21,11 @@ export function newTooltip(panel) {
     setText(title, text);
     while (list.children.length > rows.length) list.lastChild.remove();
     while (list.children.length < rows.length) list.append(h("div", {}, h("i"), h("span"), h("b")));
-    rows.forEach(({ label, value, mark }, k) => {
-      const [swatch, name, number] = list.children[k].children;
-      setAttr(swatch, "class", mark ? `dtk-swatch ${mark}` : "");
+    rows.forEach(({ label, value, mark, run = null }, k) => {
+      const [swatch, name, number] = list.children[k].children, line = run === null ? "" : String(run);
+      setAttr(swatch, "class", line ? "dtk-swatch-line" : mark ? `dtk-swatch ${mark}` : "");
+      if ((swatch.dataset.run ?? "") !== line) swatch.replaceChildren(...(line ? [runLine(run)] : []));
+      swatch.dataset.run = line;
       setText(name, label);
       setText(number, value);
     });

@@ -10,6 +10,7 @@ export function lossChart(store, _send, redraw) {
     testid: "loss-chart",
     canLog: true,
     pointName: "◇ validation",
+    measured: "loss",
     note: (_head, layout) => (layout.banded ? "mean, and the band from lowest to highest node" : layout.nodes > 1 ? "per node and mean" : ""),
     newest: () => meanTile(store),
     overall: (_head, last) => nameMean(store.view.zoom || store.view.smooth ? number(last) : meanTile(store) ?? number(last)),

@@ -73,5 +73,6 @@ function metricChart(store, name, { all, further }, redraw) {
     newest,
     overall: (_head, drawn) => number(store.view.zoom ? drawn : newest() ?? drawn),
     overallName: name,
+    measured: name,
   }, redraw);
 }

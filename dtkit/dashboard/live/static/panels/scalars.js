@@ -38,6 +38,7 @@ function seriesChart(store, name, { height, testid }, redraw) {
     isFlat: () => system && (!of().points || hasFirstSamples(store) || (name === CORE_WAIT && isShort(of()))),
     points: (st) => (system ? [] : evaluatedPoints(st, name)),
     pointName: "◇ validation",
+    measured: name,
     note: (_head, _layout, view) => note({ ...of(), last: last() }, system ? NaN : lastValidation(store, name), view.frame?.width < NARROW_PLOT, store.view.zoom !== null),
     layout: () => ({ name, first: 0, nodes: of().lines - 1, banded: false }),
     grain: () => seriesGrain(of()),

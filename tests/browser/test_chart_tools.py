@@ -370,6 +370,8 @@ def test_a_scale_that_charts_chose_is_called_automatic_until_a_person_chooses(pa
     scale, own = view.root.get_by_test_id("scale"), view.root.get_by_test_id(LOSS).get_by_test_id("chart-scale")
     expect(scale).to_have_text("log y (1 of 2)")  # the loss, and not the norm
     expect(scale).to_have_attribute("title", re.compile("chosen by itself.*your choice stays"))
+    clicks = "1 of 2 charts has it now. A click makes all charts linear, and another one all logarithmic"
+    expect(scale).to_have_attribute("title", re.compile(clicks))
     expect(own).to_have_attribute("title", re.compile("chosen by itself"))
     scale.click()
     expect(scale).to_have_text("log y")

@@ -46,7 +46,7 @@ const FAR_PX = 1e4; // outside any chart; pictures lose longer numbers
 /**
  * Return a panel with the chart `name` of the store. Required `options`: title, testid, note(head, layout) and
  * overall(head, value). Optional ones, by what they are about:
- * - caption: lead(view): what it says first, help(head): its tooltip
+ * - caption: lead(view): what it says first, help(head, whole): its tooltip, also of the whole caption
  * - values: unit, format(value), exact: never smooth, merged (buckets at most, with a band between quantiles),
  *   inverted: draw the reciprocals of the values, newest(): the last value where it may be ahead of the lines
  * - lines: shown(store), stepped: values hold until the next one, joined: lines without gaps but where the grain lost
@@ -79,7 +79,7 @@ export function chart(store, name, options, redraw) {
   const writeCaption = () => {
     const flat = el.classList.contains("dtk-flat"), caption = (flat ? null : readout(view)) ?? options.note(store.head, view.layout, view);
     const whole = [options.lead?.(view), view.isLog && !flat ? "log scale" : "", caption].filter(Boolean).join(" · ");
-    if (options.help) setAttr(note, "title", options.help(store.head));
+    if (options.help) setAttr(note, "title", options.help(store.head, whole));
     else setAttr(note, "title", whole); // of which a narrow chart shows a part
     const isCard = flat && el.closest(".dtk-small") !== null; // its caption has a line of its own
     setText(note, isCard ? whole : fitCaption(options.title ?? "", whole, view.width - (scale.el.hidden ? TOOLS : TOOLS_AND_SCALE)));

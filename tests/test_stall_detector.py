@@ -297,6 +297,16 @@ def test_a_rank_that_imports_a_module_gets_the_longer_limit(world: World):
         assert (detector.check(stalled_s + 1) is not None) == is_reported
 
 
+def test_the_first_validation_of_a_process_gets_the_longer_limit(world: World):
+    """A replacement's own first call of a slow metric was marked as stuck, for good."""
+    for stalled_s, is_warming_up, is_reported in ((6.0, True, False), (31.0, True, True), (6.0, False, True)):
+        evaluating = {"op": "evaluate", "phase": "evaluate", "stalled_s": stalled_s, "is_warming_up": is_warming_up}
+        world.ranks = ranks(seen(1, **AWAY | evaluating))
+        detector = StallDetector(world)
+        detector.on_sent(0.0)
+        assert (detector.check(stalled_s + 1) is not None) == is_reported
+
+
 COMPILING = (
     Frame("/lib/torch/_inductor/codecache.py", 1, "load"),
     Frame("/lib/torch/_inductor/compile_fx.py", 9, "_compile_fx_inner"),

@@ -24,7 +24,7 @@ from dtkit.history.between_steps import read_time_between
 from dtkit.history.history import ROW_DTYPE, History
 from dtkit.history.scalars import BETWEEN_PREFIX, ScalarRecord
 from dtkit.rpc.reference import StepTimes
-from dtkit.types import ModelSummary, NodeInfo, State
+from dtkit.types import Event, ModelSummary, NodeInfo, State
 from tests.support.fake_source import FakeSource
 from tests.support.phase_rows import make_phase_rows
 from tests.support.verification import make_verification
@@ -503,6 +503,21 @@ def test_a_single_validation_is_no_cause():
     """The one that imported a module of metrics was said to take 96 % of the time."""
     assert find_between().cause == "computing"
     assert not [other for other in find_between().others if other.cause == "validation"]
+
+
+def test_the_first_validation_of_a_replaced_engine_is_no_cause():
+    """A metric that takes 8 s once in each process was said to take 44 % of the time."""
+    history = History()
+    history.append(make_phase_rows([{"forward": 400.0, "backward": 600.0}] * 2, 61))
+    add_first_validation(history)
+    history.add(Event(25, "repair", "node 1 replaced", 1.0, None))
+    history.add(Event(30, "repair", "node 0 replaced", 1.0, None))  # before a validation: one warm-up for both
+    for step, seconds in ((20, 0.5), (40, 200.0), (60, 0.5)):
+        history.add(ScalarRecord(0, {f"{BETWEEN_PREFIX}validation": [(step, seconds, 1.0)]}))
+    assert read_time_between(history).seconds["validation"] == pytest.approx(501.0)
+    assert read_time_between(history).leave_out_warm_up().seconds["validation"] == pytest.approx(1.0)
+    spec = dataclasses.replace(SPEC, strategy="Sharded()", steps=600, steps_per_epoch=20)
+    assert find_verdict(history, spec).cause == "computing"
 
 
 def test_a_run_of_two_epochs_is_validated_at_its_end():

@@ -100,6 +100,15 @@ def test_status_has_the_phase_and_step_of_the_job(watchdog: Watchdog, spec: Grou
     assert watchdog._active_call is None
 
 
+def test_only_the_first_validation_of_a_job_in_a_process_is_its_warm_up(watchdog: Watchdog, spec: GroupSpec):
+    for op, is_warming_up in (("advance", False), ("evaluate", True), ("advance", False), ("evaluate", False)):
+        with watchdog.track_request(request(op)):
+            status = EngineStatus.from_json(watchdog.sample(spec).to_json())
+            assert (status.phase, status.is_warming_up) == (op if op == "evaluate" else "step", is_warming_up)
+    with watchdog.track_request(Request("evaluate", 1, 3, {"job": "job-2"})):
+        assert watchdog.sample(spec).is_warming_up
+
+
 def test_user_frame_is_the_innermost_line_of_user_code(watchdog: Watchdog, spec: GroupSpec):
     with watchdog.track_request(request("call_function")):
         found = watchdog.sample(spec)

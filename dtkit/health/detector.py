@@ -144,8 +144,7 @@ class StallDetector:
             stalled = min(map(_get_scaled_stall_s, observations)) >= limit_s
             return report_all_stalled(diagnosis.cause, observations) if stalled else None
         culprit = observations[diagnosis.rank]
-        is_import = culprit.status is not None and is_importing(culprit.status.stack)  # may take long, once
-        limit_s = max(self.limit_s, self._config.all_ranks_limit_s) if is_import else self.limit_s
+        limit_s = max(self.limit_s, self._config.all_ranks_limit_s) if _does_this_once(culprit) else self.limit_s
         stuck = diagnosis.cause in CERTAIN_CAUSES or _get_scaled_stall_s(culprit) >= limit_s
         return report_stuck(diagnosis.cause, culprit, len(observations)) if stuck else None
 
@@ -175,6 +174,12 @@ class StallDetector:
         if report.kind == "compiling" and compiling_since is not None:
             reason = f"the model was compiled in {now - compiling_since:.0f} s or so"
         return dataclasses.replace(report, kind="recovered", reason=reason, remedy="", location="")
+
+
+def _does_this_once(observation: RankObservation) -> bool:
+    """Return whether what a rank does may take long, but only once: an import, or its process's first validation."""
+    status = observation.status
+    return status is not None and (status.is_warming_up or is_importing(status.stack))
 
 
 def _get_scaled_stall_s(observation: RankObservation) -> float:

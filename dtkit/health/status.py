@@ -48,6 +48,8 @@ class EngineStatus:
     """Fraction of the last samples in which the busy engine was blocked; None with too few samples."""
     job: str | None = None
     step: int | None = None
+    is_warming_up: bool = False
+    """Whether it is in the first validation of a job in its process, which may load modules, or compile."""
     median_step_s: float = 0.0
     delay_factor: float = 1.0
     """Factor by which this rank is slowed on purpose."""

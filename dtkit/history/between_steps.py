@@ -11,6 +11,8 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from dtkit.history.remembered import remember_last
 from dtkit.history.scalars import BETWEEN_PREFIX
 
@@ -38,13 +40,13 @@ class TimeBetween(NamedTuple):
 
     steps_s: float
     seconds: Mapping[str, float]
-    first_validation_s: float = 0.0
-    """Seconds of the first validation, which may load modules, or compile."""
+    first_validations_s: float = 0.0
+    """Seconds of the first validation, and of the first after each repair, which may load modules, or compile."""
 
     def leave_out_warm_up(self) -> TimeBetween:
-        """Return the times without the first validation, as they are without the first step."""
-        later = self.seconds[VALIDATION] - self.first_validation_s
-        return self._replace(seconds={**self.seconds, VALIDATION: max(0.0, later)}, first_validation_s=0.0)
+        """Return the times without these first validations, as they are without the first step."""
+        later = self.seconds[VALIDATION] - self.first_validations_s
+        return self._replace(seconds={**self.seconds, VALIDATION: max(0.0, later)}, first_validations_s=0.0)
 
     @property
     def total_s(self) -> float:
@@ -73,7 +75,7 @@ def read_time_between(history: History) -> TimeBetween:
         sums = _sums.setdefault(history, _Sums())
         sums.update(history)
         seconds = {kind: of_kind.sum_s for kind, of_kind in sums.kinds.items()}
-        return TimeBetween(sums.steps_s, seconds, sums.kinds[VALIDATION].first_s)
+        return TimeBetween(sums.steps_s, seconds, sums.kinds[VALIDATION].sum_firsts())
 
 
 def sum_time_since(history: History, num_steps: int) -> float:
@@ -112,8 +114,9 @@ class _KindSum:
     """Seconds of one kind: the sum up to a step, after which ranks may still report, and that of the later ones."""
 
     def __init__(self, name: str) -> None:
-        self.sum_s = self.first_s = 0.0
+        self.sum_s = 0.0
         self._name = name
+        self._firsts: dict[int, float] = {}  # step -> seconds
         self._settled_s, self._num_records, self._since = 0.0, 0, 0
 
     def update(self, history: History) -> None:
@@ -124,12 +127,26 @@ class _KindSum:
         self._num_records = num_records
         steps, seconds = history.scalar(self._name, since=self._since)
         self.sum_s = self._settled_s + float(seconds.sum())
-        if not self._since:
-            self.first_s = float(seconds[:1].sum())
+        for start in _list_engine_starts(history):
+            index = int(np.searchsorted(steps, start))
+            if start >= self._since and index < len(steps):
+                self._firsts[int(steps[index])] = float(seconds[index])
         if len(steps) > _MAX_UNSETTLED_STEPS:
             count = len(steps) - _MAX_UNSETTLED_STEPS // 2
             self._settled_s += float(seconds[:count].sum())
             self._since = int(steps[count])
+
+    def sum_firsts(self) -> float:
+        """Return the seconds of the first ones after each start of engines."""
+        return sum(self._firsts.values())
+
+
+def _list_engine_starts(history: History) -> list[int]:
+    """Return the steps from which a run went on with new engines: its first, that of a checkpoint, and of repairs."""
+    first_own = history.num_inherited_events
+    resumed = history.events[first_own : first_own + 1] if first_own else []
+    repairs = [event for event in history.events if event.kind == "repair"]
+    return [0, *(event.step for event in [*resumed, *repairs])]
 
 
 # locks: while a view or the run reads new steps

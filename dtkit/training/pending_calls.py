@@ -14,7 +14,7 @@ from dtkit._util import timeouts
 from dtkit._util.formatting import name_nodes
 from dtkit.health.detector import StallDetector
 from dtkit.health.links import SlowLinkDetector
-from dtkit.health.stacks import StatusProbe, list_statuses
+from dtkit.health.stacks import StatusProbe, list_statuses, read_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -124,11 +124,20 @@ class PendingCalls:
 
     @property
     def evaluating_s(self) -> float:
-        """For how long engines have evaluated; 0 unless the oldest call in flight is an evaluation."""
-        with contextlib.suppress(IndexError):  # silent: nothing is in flight
-            if self.pending[0].call.operation == "evaluate":
-                return self.stall_detector.measure_waiting_s(time.monotonic())
-        return 0.0
+        """For how long engines have evaluated; 0 unless they do. A message with dispatches, too, is answered as one."""
+        pending = list(self.pending)
+        operations = [call.call.operation for call in pending if call.message == pending[0].message]
+        waiting_s = self.stall_detector.measure_waiting_s(time.monotonic())
+        if operations[:1] == ["evaluate"]:
+            return waiting_s
+        is_possible = "evaluate" in operations and waiting_s >= timeouts.SHOWN_VALIDATION_S
+        return self._read_evaluating_s() if is_possible else 0.0
+
+    def _read_evaluating_s(self) -> float:
+        """Return for how long some rank has evaluated, by its own clock. The others may wait in their next step."""
+        statuses = [read_status(self._engine_group.folder, node) for node in self._engine_group.nodes]
+        evaluating = [status for status in statuses if status is not None and status.op == "evaluate"]
+        return max((status.observed_at - status.phase_since for status in evaluating), default=0.0)
 
     def send(self, call: PendingCall[R]) -> None:
         """Send a call to all ranks. `on_answered` is called with it when all have answered, or one has failed."""

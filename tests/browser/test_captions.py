@@ -236,6 +236,21 @@ def test_titles_follow_the_tiles_before_the_lines_do(page: Page):
     expect(own).to_contain_text("last 0.750")
 
 
+def test_a_caption_says_why_a_line_of_means_ends_elsewhere(page: Page):
+    """A norm was "last 65.5", after a short batch, next to a line that ended at 110."""
+    for num_steps, is_told in ((90, False), (380, True)):
+        run = FakeSource(ranks=1)
+        run.advance(num_steps)
+        rows = [(step, 65.5 if step == num_steps else 110.0, 1.0) for step in range(1, num_steps + 1)]
+        run.history.add(ScalarRecord(0, {"output_norm": rows}))
+        view = StaticView(page, run)
+        receive(page, SeriesFeed(run.history, itertools.count().__next__).build_message())
+        note = view.root.get_by_test_id("scalars-chart").locator("h3 .dtk-note")
+        expect(note).to_contain_text("last 65.5")
+        reason = "The last value is that of one step; a point of the line is the mean of up to 4 steps"
+        expect(note).to_have_attribute("title", re.compile(reason if is_told else r"last 65\.5$"))
+
+
 def test_a_text_leaves_labels_alone_that_it_has_no_number_for(page: Page):
     """The learning rate's was "NaN", and that of the gradients' norm a dash, half of the time."""
     run = FakeSource(ranks=2)

@@ -268,13 +268,57 @@ def test_chart_is_saved_as_table_and_pictures(page: Page):
         assert download.value.suggested_filename == f"loss-convnet-smooth-0-96.{ending}"
         kept[ending] = Path(download.value.path()).read_bytes()
     rows = list(csv.reader(kept["csv"].decode().splitlines()))
-    assert rows[0] == ["first step", "last step", "node 0", "node 1", "mean", "validation"]
+    assert rows[0] == ["step", "node 0", "node 1", "mean", "validation", "validation after steps"]
     assert len(rows) == 301
-    assert [row[-1] for row in rows[1:] if row[-1]] == ["0.7"]
+    assert [[row[0], *row[-2:]] for row in rows[1:] if row[-1]] == [["199", "0.7", "200"]]  # the first step is step 0
     assert kept["svg"].startswith(b"<svg")
     assert "Loss · ConvNet · smooth 0.96".encode() in kept["svg"]
     assert b"stroke-width: 1.8" in kept["svg"]  # its styles are in the file
     assert kept["png"].startswith(b"\x89PNG")
+
+
+def save(page: Page, view: StaticView, chart: str, ending: str) -> str:
+    """Return the text of a chart's download."""
+    view.root.get_by_test_id(chart).hover()
+    view.root.get_by_test_id(chart).get_by_test_id("download").click()
+    with page.expect_download() as download:
+        view.root.get_by_test_id(chart).get_by_test_id(f"save-{ending}").click()
+    return Path(download.value.path()).read_text()
+
+
+def test_a_saved_picture_has_a_key_of_what_it_shows(page: Page):
+    """The legend is above all charts, and the words of the marks are in tooltips: a file had neither."""
+    run = FakeSource(ranks=3, strips=True)
+    run.advance(1500)
+    run.lose(1)
+    run.history.add(Evaluation(700, 100, {"loss": 0.7}))
+    view = StaticView(page, run)
+    texts = re.findall(r"<text[^>]*>(.*?)</text>", save(page, view, LOSS, "svg"))
+    key = [re.sub("<[^>]*>", "", text) for text in texts[texts.index("mean") - 3 :]]
+    assert key[:5] == ["node 0", "✕ node 1", "node 2", "mean", "bands: lowest to highest of 4 steps at a point"]
+    assert key[5:] == ["validation", "†", "node 1 lost"]
+    expect(view.root.locator("svg.dtk-chart").first.locator("text", has_text="node 1 lost")).to_have_count(0)
+    times = save(page, view, "time-panel", "svg")
+    assert all(f">{phase}</text>" in times for phase in ("forward", "backward", "update"))
+    view.root.get_by_test_id("legend").locator("[data-key=n0]").click()
+    assert ">node 0</text>" not in save(page, view, LOSS, "svg")
+
+
+def test_a_saved_table_has_each_step_that_the_page_has(page: Page):
+    """Rates are drawn in merged buckets, and losses were said to be of two steps without what their values are."""
+    run = FakeSource(ranks=2)
+    run.advance(300)
+    rows = list(csv.reader(save(page, StaticView(page, run), "throughput-chart", "csv").splitlines()))
+    assert (rows[0][:3], len(rows)) == (["step", "node 0", "node 1"], 301)
+    run.advance(700)
+    run.history.add(Evaluation(24, 100, {"loss": 0.9}))
+    run.history.add(Evaluation(25, 100, {"loss": 0.8}))
+    rows = list(csv.reader(save(page, StaticView(page, run), LOSS, "csv").splitlines()))
+    assert rows[0][:5] == ["first step", "last step", "node 0 mean", "node 0 lowest", "node 0 highest"]
+    assert [[*row[:2], *row[-2:]] for row in rows if row[-1].isdigit()] == [
+        ["23", "24", "0.9", "24"],
+        ["23", "24", "0.8", "25"],
+    ]
 
 
 def test_panel_fills_the_screen_and_returns(page: Page):
@@ -326,6 +370,8 @@ def test_a_scale_that_charts_chose_is_called_automatic_until_a_person_chooses(pa
     scale, own = view.root.get_by_test_id("scale"), view.root.get_by_test_id(LOSS).get_by_test_id("chart-scale")
     expect(scale).to_have_text("log y (1 of 2)")  # the loss, and not the norm
     expect(scale).to_have_attribute("title", re.compile("chosen by itself.*your choice stays"))
+    clicks = "1 of 2 charts has it now. A click makes all charts linear, and another one all logarithmic"
+    expect(scale).to_have_attribute("title", re.compile(clicks))
     expect(own).to_have_attribute("title", re.compile("chosen by itself"))
     scale.click()
     expect(scale).to_have_text("log y")

@@ -67,8 +67,15 @@ def test_a_run_that_paused_because_of_nan_says_so_in_its_head(page: Page):
     expect(view.root).to_have_attribute("data-bad", "true")
 
 
-@pytest.mark.parametrize(("remedy", "primary"), [("lr", "lower"), ("data", "stop"), ("train", "stop")])
-def test_the_first_action_after_nan_is_what_the_message_advises(page: Page, remedy: str, primary: str):
+@pytest.mark.parametrize(
+    ("remedy", "primary", "end"),
+    [
+        ("lr", "lower", "at this learning rate"),
+        ("data", "stop", "unless its data or the loss change"),
+        ("train", "stop", "with these parameters"),
+    ],
+)
+def test_the_first_action_after_nan_is_what_the_message_advises(page: Page, remedy: str, primary: str, end: str):
     run = FakeSource(ranks=2)
     run.advance(20)
     run.state = State.PAUSED
@@ -80,6 +87,9 @@ def test_the_first_action_after_nan_is_what_the_message_advises(page: Page, reme
     expect(view.root.get_by_test_id("resume")).to_be_enabled()
     for command in ("resume", "step"):
         expect(view.root.get_by_test_id(command)).to_have_attribute("title", re.compile("the step that was not finite"))
+    told = f"Resume and Step take step 20 again, which fails again {end}."  # before they are pressed
+    effect = view.root.get_by_test_id("effect")
+    expect(effect).to_have_text(told)
     lower = view.root.get_by_test_id("lower")
     if remedy != "lr":
         expect(lower).to_be_hidden()
@@ -91,6 +101,7 @@ def test_the_first_action_after_nan_is_what_the_message_advises(page: Page, reme
     run.lr = 0.01
     view.update()
     expect(marked).to_have_attribute("data-testid", "resume")
+    expect(effect).not_to_contain_text("again")
     expect(lower).to_be_hidden()
 
 

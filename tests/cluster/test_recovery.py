@@ -101,6 +101,30 @@ def test_killed_engine_is_replaced_and_training_is_unchanged(
     check_usable(cluster)
 
 
+@pytest.mark.slow
+def test_the_slow_first_validation_of_a_replaced_engine_is_no_stall(cluster: dtkit.Cluster, tmp_path: Path):
+    """It was marked as stuck, for good, after five seconds."""
+    flag, known = tmp_path / "go on", {node.pid for node in cluster.nodes}
+
+    def patient(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        while torch.distributed.is_initialized() and os.getpid() not in known and not flag.exists():
+            # sleeps: on an engine, which has nothing else to wait for
+            time.sleep(0.02)
+        return (output.argmax(1) == target).float().mean()
+
+    run = start(cluster, validation=data(), metrics={"patient": patient}, steps=60, start=False)
+    run.step(20)
+    os.kill(cluster.nodes[1].pid, signal.SIGKILL)
+    run.resume()
+    try:
+        wait_until(lambda: re.search(r"validating for ([89]|\d\d) s$", repr(run.status)), timeout=60)
+    finally:
+        flag.touch()
+    run.wait(60)
+    assert list_loss_events(run) == ["lost", "repair"]
+    assert not [event for event in run.history.events if event.kind == "stuck"]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_replaced_rank_draws_the_numbers_of_the_lost_one(cluster: dtkit.Cluster, rank: int):
     """Its generator's state was lost with it, so dropout follows from the step."""

@@ -69,7 +69,7 @@ def _judge_repeated(spec: RunSpec, between: TimeBetween, kind: str, phrase: str,
     rest, part = show.round(rest_s), show.round(seconds)
     rarer_s = rest + part / factor
     ratio = (rest + part) / rarer_s
-    calls = " with the calls for it, but the first one" if kind == VALIDATION else ""
+    calls = " with the calls for it, but the first of each engine" if kind == VALIDATION else ""
     return Cause(
         kind,
         f"{phrase} {formatting.format_percent(seconds / whole_s)} of the time",

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from dtkit.messages import GroupSpec, Request
 
 _NUM_SAMPLES, _MIN_SAMPLES = 8, 3  # for the fraction of blocked samples
+_VALIDATION_OPERATION = "evaluate"
 _WAITING_PHASES = ("sync", *MESSAGE_PHASES)
 _PHASE_DISPLAY_NAMES = {"sync": "collective", "end": "step", BETWEEN_PHASES: "step"} | {
     phase: phase.split()[0] for phase in MESSAGE_PHASES
@@ -91,6 +92,8 @@ class _ActiveCall:
     thread_id: int
     collective_counts: dict[str, int]
     """Collectives begun before it, by process group; ranks can compare those of the same call only."""
+    is_warming_up: bool = False
+    """Whether it is the first validation of its job in this process."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +137,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._stop_event = threading.Event()
         self._active_call: _ActiveCall | None = None
+        self._validated_jobs: set[str | None] = set()
         self._last_sample_at = time.time()
         self._progress_since = self._phase_since = _Since(None, time.time())
         self._blocked_samples: collections.deque[bool] = collections.deque(maxlen=_NUM_SAMPLES)
@@ -151,11 +155,21 @@ class Watchdog:
         """Track a request while the context serves it."""
         job = request.args.get("job")
         name = job if isinstance(job, str) else None
-        self._active_call = _ActiveCall(request.op, name, time.time(), threading.get_ident(), _count_collectives())
+        is_validation = request.op == _VALIDATION_OPERATION
+        self._active_call = _ActiveCall(
+            request.op,
+            name,
+            time.time(),
+            threading.get_ident(),
+            _count_collectives(),
+            is_warming_up=is_validation and name not in self._validated_jobs,
+        )
         try:
             yield
         finally:
             self._active_call = None
+            if is_validation:
+                self._validated_jobs.add(name)
 
     def start(self, spec: GroupSpec) -> None:
         """Start sampling with this rank and generation."""
@@ -248,6 +262,7 @@ class Watchdog:
             is_blocked=is_blocked,
             blocked_fraction=blocked_fraction,
             job=None if call is None else call.job,
+            is_warming_up=call is not None and call.is_warming_up,
             step=position.step,
             median_step_s=position.median_step_s,
             delay_factor=position.delay_factor,

@@ -8,7 +8,9 @@
 //   chart/lines.js    lines, bands, points, labels
 //   chart/run_labels.js  names or numbers of runs
 //   chart/marks.js    signs of events
+//   chart/scale.js    the scale of one chart
 //   chart/table.js    values for a download
+//   chart/picture_key.js  what colors and signs of a downloaded picture are
 //   chart/pointer.js  pointing and zooming
 //   chart/cursor.js   the line at the pointed step
 //   chart/tooltip.js  the box at the pointer
@@ -18,10 +20,12 @@ import { xAxis } from "./chart/axis.js";
 import { bandKey, bandName, bandRows } from "./chart/band.js";
 import { fitCaption } from "./chart/caption.js";
 import { newCursor } from "./chart/cursor.js";
-import { areShares, bucketGrain, hasNegative, inverted, leastInSight, onlyPositive, spansOrders, valueLimits } from "./chart/grain.js";
+import { bucketGrain, hasNegative, inverted, leastInSight, onlyPositive, valueLimits } from "./chart/grain.js";
 import { drawLabels, drawLine, drawPoints, drawSpots, LABEL_LETTER_PX, lineAverages, lineHue, lineKey, smoothing, spotValue } from "./chart/lines.js";
 import { GLYPH_SPACE, mergeSigns } from "./chart/marks.js";
+import { listPictureKey } from "./chart/picture_key.js";
 import { drawDragged, listenToChart } from "./chart/pointer.js";
+import { isLogScale, noteScale, scaleOfOne, staysLinear } from "./chart/scale.js";
 import { describeExport, listValues } from "./chart/table.js";
 import { drawRunLabels } from "./chart/run_labels.js";
 import { newTooltip, within } from "./chart/tooltip.js";
@@ -42,7 +46,7 @@ const FAR_PX = 1e4; // outside any chart; pictures lose longer numbers
 /**
  * Return a panel with the chart `name` of the store. Required `options`: title, testid, note(head, layout) and
  * overall(head, value). Optional ones, by what they are about:
- * - caption: lead(view): what it says first, help(head): its tooltip
+ * - caption: lead(view): what it says first, help(head, whole): its tooltip, also of the whole caption
  * - values: unit, format(value), exact: never smooth, merged (buckets at most, with a band between quantiles),
  *   inverted: draw the reciprocals of the values, newest(): the last value where it may be ahead of the lines
  * - lines: shown(store), stepped: values hold until the next one, joined: lines without gaps but where the grain lost
@@ -50,7 +54,7 @@ const FAR_PX = 1e4; // outside any chart; pictures lose longer numbers
  * - names: overallName, right(head, view): room for labels, lineName(store, line) with labelLines(store, line, most,
  *   width): that name at the line's end
  * - points: points(store), pointName, measured: the metric whose best has a ring in a report
- * - axes: height, axis: instead of that of all charts, fromZero, most(store): the largest value that the axis has to
+ * - axes: height, stepName: what its steps are, for a table, axis: instead of that of all charts, fromZero, most(store): the largest value that the axis has to
  *   show, canLog: a logarithmic scale, where one is chosen or the values span many orders, which leaves out values that
  *   are not positive; "positive": none where some are negative
  */
@@ -62,7 +66,8 @@ export function chart(store, name, options, redraw) {
     svg.append((layers[layer] = s("g", { class: `dtk-${layer}` })));
   }
   for (const layer of ["bands", "lines", "points"]) layers[layer].setAttribute("clip-path", `url(#${clip})`);
-  const frame = newFrame(options.title, note, { svg, csv: () => listValues(view, overallLabel(view)), about: () => describeExport(view) });
+  const csv = () => listValues({ ...view, grain: readValues(view, false) }, overallLabel(view));
+  const frame = newFrame(options.title, note, { svg, csv, about: () => describeExport(view), key: () => listPictureKey(view, overallLabel(view)) });
   const el = h("section", { class: "dtk-panel", "data-testid": options.testid, ...(options.title ? { "data-name": options.title } : {}) }, frame.head, svg, cursor.el);
   const ownScale = scaleOfOne(store, () => view), scale = scaleButton(ownScale, "chart-scale", "log");
   if (options.canLog) frame.add(scale.el);
@@ -74,7 +79,7 @@ export function chart(store, name, options, redraw) {
   const writeCaption = () => {
     const flat = el.classList.contains("dtk-flat"), caption = (flat ? null : readout(view)) ?? options.note(store.head, view.layout, view);
     const whole = [options.lead?.(view), view.isLog && !flat ? "log scale" : "", caption].filter(Boolean).join(" · ");
-    if (options.help) setAttr(note, "title", options.help(store.head));
+    if (options.help) setAttr(note, "title", options.help(store.head, whole));
     else setAttr(note, "title", whole); // of which a narrow chart shows a part
     const isCard = flat && el.closest(".dtk-small") !== null; // its caption has a line of its own
     setText(note, isCard ? whole : fitCaption(options.title ?? "", whole, view.width - (scale.el.hidden ? TOOLS : TOOLS_AND_SCALE)));
@@ -103,8 +108,7 @@ export function chart(store, name, options, redraw) {
     const flat = Boolean(options.isFlat?.(store, el)), isMoved = el.classList.contains("dtk-flat") !== flat;
     el.classList.toggle("dtk-flat", flat);
     view.height = frame.height() ?? rowHeight(el, flat ? 0 : options.height ?? 200);
-    view.grain = options.grain?.(store) ?? readBuckets(view);
-    if (options.inverted) changeValues(view.grain, inverted);
+    view.grain = readValues(view);
     view.canLog = Boolean(options.canLog) && !(options.canLog === "positive" && hasNegative(view.grain));
     view.isLog = view.canLog && isLogScale(view);
     noteScale(view, view.canLog && !flat && !staysLinear(view) ? view.isLog : null, redraw);
@@ -122,9 +126,15 @@ export function chart(store, name, options, redraw) {
   return { el, update, point, rewrite, title: options.title };
 }
 
+/** Return the grain of a chart, as it is drawn, or without a bucket of several ones of the store. */
+function readValues(view, isMerged = true) {
+  const { store, options } = view, grain = options.grain?.(store) ?? readBuckets(view, isMerged ? options.merged : undefined);
+  if (options.inverted) changeValues(grain, inverted);
+  return grain;
+}
 /** Return the grain of the store's buckets, finer ones where the range in sight has them. */
-function readBuckets({ store, options, layout }) {
-  const detail = detailInSight(store), read = (curves) => bucketGrain(curves, store.head.columns, layout, options.merged);
+function readBuckets({ store, layout }, most) {
+  const detail = detailInSight(store), read = (curves) => bucketGrain(curves, store.head.columns, layout, most);
   return detail ? { ...read(detail), earlier: read(store.curves) } : read(store.curves);
 }
 function changeValues(grain, change) {
@@ -141,37 +151,6 @@ function fullScreenTools(store, panel, scale) {
     else if (!tools) panel.querySelector("h3").after((tools = toolbar(store, null, scale)).el);
     tools?.update();
   };
-}
-
-/** Return {is, can, isAuto, set} of the scale of one chart. */
-function scaleOfOne(store, getView) {
-  const set = (isLog) => { store.view.ownLog.set(scaleKey(getView()), isLog); store.redraw(); };
-  const isAuto = () => Boolean(getView().isLog) && store.view.log === null && !store.view.ownLog.has(scaleKey(getView()));
-  return { is: () => Boolean(getView().isLog), can: () => Boolean(getView().canLog), isAuto, set };
-}
-function scaleKey({ name, options }) {
-  return options.testid + name;
-}
-/** Note the scale of a chart for the tools of all charts, which are drawn before it; null where it has no choice. */
-function noteScale(view, isLog, redraw) {
-  const { shownLog } = view.store.view, key = scaleKey(view), before = shownLog.get(key) ?? null;
-  if (isLog === null) shownLog.delete(key);
-  else shownLog.set(key, isLog);
-  if (isLog !== before) redraw();
-}
-
-/** Return whether a chart has numbers of the user's own that are shares: only its own button makes it logarithmic. */
-function staysLinear({ store, name, options, grain }) {
-  return options.canLog === "positive" && !store.view.ownLog.has(scaleKey({ name, options })) && areShares(grain, name);
-}
-
-/** Return whether a chart is logarithmic: as chosen, or since its values once spanned many orders, until one is negative. */
-function isLogScale({ store, name, options, grain }) {
-  const { view } = store, key = scaleKey({ name, options }), chosen = view.autoLog.get(key), picked = view.ownLog.get(key) ?? view.log;
-  if (staysLinear({ store, name, options, grain })) return false;
-  if (chosen && hasNegative(grain)) view.autoLog.set(key, false); // for good: a range in sight without one changes nothing
-  if (chosen === undefined && picked === null && spansOrders(grain, options.most?.(store), Boolean(options.lineName))) view.autoLog.set(key, true);
-  return picked ?? view.autoLog.get(key) ?? false;
 }
 
 function drawChart(view, width) {

@@ -1,11 +1,37 @@
-// Downloads of a chart: a picture as it is drawn, with its colors, or its values.
+// Downloads of a chart: a picture as it is drawn, with its colors and their key, or its values.
+
+import { s } from "./elements.js";
 
 const STYLES = ["fill", "fill-opacity", "stroke", "stroke-width", "stroke-dasharray", "stroke-dashoffset", "stroke-linecap", "stroke-linejoin", "opacity", "font-size", "font-weight", "font-family", "text-anchor"];
-const SHARPER = 2, HEAD = 26, PICTURE_WIDTH = 616, NS = "http://www.w3.org/2000/svg";
+const SHARPER = 2, HEAD = 26, PICTURE_WIDTH = 616, PICTURE_KEY = { row: 18, edge: 8, sample: 20, beside: 6, apart: 16 }, NS = "http://www.w3.org/2000/svg";
 
-/** Return the chart as SVG that needs no style sheet, below its title. */
-export function svgText(svg, title) {
-  const copy = svg.cloneNode(true), width = Number(svg.getAttribute("width")), height = Number(svg.getAttribute("height"));
+/** Add a key of {sample, text} entries below a chart in the page, whose styles it takes. Return {el, height}. */
+function addKey(svg, entries, width, top) {
+  const el = s("g");
+  let [x, y] = [PICTURE_KEY.edge, top];
+  svg.append(el);
+  for (const { sample, text } of entries) {
+    const name = s("text", { x: PICTURE_KEY.sample + PICTURE_KEY.beside, y: 10 }, text), entry = s("g", {}, sample, name);
+    el.append(entry);
+    const wide = PICTURE_KEY.sample + PICTURE_KEY.beside + name.getComputedTextLength();
+    if (x > PICTURE_KEY.edge && x + wide > width - PICTURE_KEY.edge) [x, y] = [PICTURE_KEY.edge, y + PICTURE_KEY.row];
+    entry.setAttribute("transform", `translate(${x.toFixed(1)} ${y + 3})`);
+    x += wide + PICTURE_KEY.apart;
+  }
+  return { el, height: entries.length ? y + PICTURE_KEY.row + 4 - top : 0 };
+}
+
+/** Return the chart as SVG that needs no style sheet, between its title and its key. */
+export function svgText(svg, title, entries = []) {
+  const width = Number(svg.getAttribute("width")), drawn = Number(svg.getAttribute("height")), key = addKey(svg, entries, width, drawn + 4);
+  try {
+    return copySvg(svg, title, width, drawn + (key.height && key.height + 4));
+  } finally {
+    key.el.remove();
+  }
+}
+function copySvg(svg, title, width, height) {
+  const copy = svg.cloneNode(true);
   const originals = svg.querySelectorAll("*"), look = getComputedStyle(svg.closest(".dtkit") ?? svg);
   copy.querySelectorAll("*").forEach((el, k) => {
     const style = getComputedStyle(originals[k]);
@@ -24,11 +50,11 @@ export function svgText(svg, title) {
   return new XMLSerializer().serializeToString(copy);
 }
 
-export function saveSvg(svg, title) {
-  offer(new Blob([svgText(svg, title)], { type: "image/svg+xml" }), title, "svg");
+export function saveSvg(svg, title, entries) {
+  offer(new Blob([svgText(svg, title, entries)], { type: "image/svg+xml" }), title, "svg");
 }
-export function savePng(svg, title) {
-  const picture = new Image(), url = URL.createObjectURL(new Blob([svgText(svg, title)], { type: "image/svg+xml" }));
+export function savePng(svg, title, entries) {
+  const picture = new Image(), url = URL.createObjectURL(new Blob([svgText(svg, title, entries)], { type: "image/svg+xml" }));
   picture.onload = () => {
     const canvas = document.createElement("canvas");
     [canvas.width, canvas.height] = [SHARPER * picture.width, SHARPER * picture.height];

@@ -7,10 +7,10 @@ import { popover } from "./popover.js";
 const FULL_ROOM = 190; // pixels of a full screen around the chart and its tools
 
 /**
- * Return {head, attach(panel, redraw), add(button), height()} of a panel. `exports` has its `svg` and `csv()`, rows of a table, or
- * `saves`: [label, save()] of each download. The height is that of a chart on the full screen; null elsewhere.
+ * Return {head, attach(panel, redraw), add(button), height()} of a panel. `exports` has its `svg`, the key() of its picture and
+ * `csv()`, rows of a table, or `saves`: [label, save()] of each download. The height is that of a chart on the full screen; null elsewhere.
  */
-export function newFrame(title, note, { svg, csv, about = () => "", saves = chartSaves(title, svg, csv, about) }) {
+export function newFrame(title, note, { svg, csv, about = () => "", key = () => [], saves = chartSaves(title, { svg, csv, about, key }) }) {
   const head = h("h3", {}, h("span", { class: "dtk-title" }, title), " ", note);
   const tools = h("span", { class: "dtk-tools", role: "group", "aria-label": `tools of ${title}` });
   let panel = null;
@@ -33,9 +33,9 @@ export function newFrame(title, note, { svg, csv, about = () => "", saves = char
   return { head, attach, add: (button) => tools.prepend(button), height: () => (isFull() ? Math.max(240, panel.clientHeight - FULL_ROOM) : null) };
 }
 
-function chartSaves(title, svg, csv, about) {
+function chartSaves(title, { svg, csv, about, key }) {
   const heading = () => [title, about()].filter(Boolean).join(" · ");
-  return [["PNG picture", () => savePng(svg, heading())], ["SVG picture", () => saveSvg(svg, heading())], ["CSV table", () => saveCsv(csv(), heading())]];
+  return [["PNG picture", () => savePng(svg, heading(), key())], ["SVG picture", () => saveSvg(svg, heading(), key())], ["CSV table", () => saveCsv(csv(), heading())]];
 }
 function downloads(title, saves) {
   const menu = popover(icon("M7,1V9M3.5,6L7,9.5L10.5,6M1.5,13H12.5"), `download ${title}`, "download", "menu");

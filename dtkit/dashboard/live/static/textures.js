@@ -31,6 +31,10 @@ export function textures(prefix) {
 export function phaseLook(prefix, phase) {
   return { class: `dtk-phase ${phaseClass(phase)}`, "data-phase": phase, fill: TEXTURE[phase] ? `url(#${prefix}-${phaseClass(phase)})` : "" };
 }
+/** Return the key of a downloaded picture with these phases. */
+export function listPhaseKey(phases, prefix) {
+  return phases.map((phase) => ({ sample: s("rect", { width: 20, height: 12, ...phaseLook(prefix, phase) }), text: phase }));
+}
 /** Draw the legend of the phases below a panel, when it changes. */
 export function drawLegend(legend, phases, prefix) {
   if (legend.dataset.phases === String(phases)) return;

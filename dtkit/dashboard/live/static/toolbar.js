@@ -13,7 +13,7 @@ import { LIVE, countLog, evaluatedPoints, isLogAuto, isLogShown, wholeSteps } fr
 import { hasZoomed, ZOOM_HINT } from "./zoom_hint.js";
 
 const SCALE_HELP = "logarithmic scale of losses, norms and logged numbers; a chart chooses it by itself where its smallest values would touch 0 on a linear one";
-const AUTO_HELP = "logarithmic scale, chosen by itself since the smallest values would touch 0 on a linear scale; a click ends that, and your choice stays";
+const AUTO_HELP = "logarithmic scale, chosen by itself since the smallest values would touch 0 on a linear scale";
 
 /** Return the toolbar; `panels` are those of the menu, and `scaleOf` is {is, can, isAuto, set} of the scale of one chart, or of all with count(). */
 export function toolbar(store, panels, scaleOf = scaleOfAll(store)) {
@@ -129,9 +129,15 @@ export function scaleButton({ is, can, isAuto, set, count }, testid, label = "lo
   return { el, update: () => {
     update();
     setText(el, count ? describeScale(label, count(), isAuto()) : label); // a single chart has no room, but its own title
-    setAttr(el, "title", isAuto() ? AUTO_HELP : is() === "mixed" ? `${SCALE_HELP}. Some charts have it now; a click ends that` : SCALE_HELP);
+    setAttr(el, "title", (isAuto() ? AUTO_HELP : SCALE_HELP) + (count ? describeClicks(...count()) : isAuto() ? "; a click ends that, and your choice stays" : ""));
     el.hidden = !can();
   } };
+}
+/** Return what clicks on the button for all charts do: the first one ends the scales that single charts have. */
+function describeClicks(logarithmic, all) {
+  if (!logarithmic || all < 2) return logarithmic ? "; a click ends that, and your choice stays" : "";
+  const now = logarithmic < all ? `. ${logarithmic} of ${all} charts ${logarithmic === 1 ? "has" : "have"} it now` : "";
+  return `${now}. A click makes all charts linear, and another one all logarithmic; your choice stays`;
 }
 /** Return the text of the button for all charts, which says how many of them are logarithmic where the others are not. */
 function describeScale(label, [logarithmic, all], isAuto) {

@@ -9,15 +9,19 @@ const MARK_WORDS = {
 
 /** Return a legend of the marks {kind, text, rank} that are there, with their nodes; an empty text without marks. */
 export function describeMarks(marks) {
+  return listMarkWords(marks).map(({ glyph, words }) => `${glyph} ${words}`).join(" · ");
+}
+/** Return {kind, glyph, words} of each kind of the marks. */
+export function listMarkWords(marks) {
   const ranks = new Map();
   for (const { kind, text, rank } of marks) {
-    const word = kind === "stuck" && text.includes("is stopped (SIGSTOP)") ? "stopped" : MARK_WORDS[kind], key = `${MARKED[kind]} ${word}`;
+    const word = kind === "stuck" && text.includes("is stopped (SIGSTOP)") ? "stopped" : MARK_WORDS[kind], key = `${kind} ${word}`;
     ranks.set(key, (ranks.get(key) ?? new Set()).add(rank));
   }
   return [...ranks].map(([key, found]) => {
-    const nodes = [...found].filter((rank) => rank !== null).sort((a, b) => a - b), [glyph, word] = key.split(/ (.*)/);
-    return [glyph, ...(nodes.length ? [formatRanks(nodes)] : []), word].join(" ");
-  }).join(" · ");
+    const nodes = [...found].filter((rank) => rank !== null).sort((a, b) => a - b), [kind, word] = key.split(/ (.*)/);
+    return { kind, glyph: MARKED[kind], words: [...(nodes.length ? [formatRanks(nodes)] : []), word].join(" ") };
+  });
 }
 
 function formatRanks(ranks) {

@@ -2,23 +2,41 @@
 
 import { smoothing } from "./lines.js";
 
-/** Return the drawn values as rows of a table, the first with the names of the columns. Single points have a column of their own. Runs have no line over all. */
+/**
+ * Return values as rows of a table, the first with the names of the columns: a row for each step, or for several ones, of
+ * which it has the mean, the lowest and the highest. Validations are in the row of the step before them.
+ */
 export function listValues(view, overall) {
-  const { grain, layout, options, store, axis, points = [] } = view, last = options.lineName ? layout.nodes - 1 : layout.nodes, [low, high] = options.merged && grain.wide > 1 ? ["10 %", "90 %"] : ["lowest", "highest"];
+  const { grain, layout, options, store, axis, points = [] } = view, isMean = hasSeveral(grain), isStep = axis.label === "step";
+  const last = options.lineName ? layout.nodes - 1 : layout.nodes; // runs have no line over all
   const parts = grain.wide > 1 || layout.banded ? [1, 0, 2] : [1], names = [], hasPoints = Boolean(options.pointName && points.length);
   for (let line = 0; line <= last; line++) {
-    const name = line === layout.nodes ? overall : layout.banded ? "band" : options.lineName?.(store, line) ?? `node ${line}`;
-    names.push(...[name, `${name} ${low}`, `${name} ${high}`].slice(0, parts.length));
+    const name = line === layout.nodes ? overall : layout.banded ? "nodes" : options.lineName?.(store, line) ?? `node ${line}`;
+    names.push(...(parts.length > 1 ? [`${name} mean`, `${name} lowest`, `${name} highest`] : [isMean && name !== "mean" ? `${name} mean` : name]));
   }
-  const places = options.axis ? [`from (${axis.unit})`, `to (${axis.unit})`] : ["first step", "last step"], isStep = axis.label === "step";
-  const rows = [[...places, ...(isStep ? [] : [axis.label]), ...names, ...(hasPoints ? ["validation"] : [])]];
+  const rows = [[...namePlaces(view, isMean), ...(isStep ? [] : [axis.label]), ...names, ...(hasPoints ? ["validation", "validation after steps"] : [])]];
+  const write = (v) => (Number.isNaN(v) ? "" : v);
   for (let at = 0; at < grain.used; at++) {
-    const span = grain.span(at), values = [], next = at + 1 < grain.used ? grain.span(at + 1)[0] : Infinity;
-    for (let line = 0; line <= last; line++) values.push(...parts.map((which) => grain.value(line, at, which)));
-    if (hasPoints) values.push(points.filter(({ step }) => step >= span[0] && step < next).at(-1)?.value ?? NaN);
-    rows.push([...span, ...(isStep ? [] : [axis.of(span[1])]), ...values.map((v) => (Number.isNaN(v) ? "" : v))]);
+    const span = grain.span(at), place = [...(isMean ? span : span.slice(1)), ...(isStep ? [] : [axis.of(span[1])])], values = [];
+    for (let line = 0; line <= last; line++) values.push(...parts.map((which) => write(grain.value(line, at, which))));
+    const validated = hasPoints ? pointsAfter(grain, at, points).map(({ step, value }) => [value, step]) : [], [own = hasPoints ? ["", ""] : [], ...further] = validated;
+    rows.push([...place, ...values, ...own], ...further.map((point) => [...place, ...values.map(() => ""), ...point]));
   }
   return rows;
+}
+/** Return whether some row is of several steps. */
+function hasSeveral(grain) {
+  for (let at = 0; at < grain.used; at++) if (grain.span(at)[0] !== grain.span(at)[1]) return true;
+  return false;
+}
+function namePlaces({ options: { axis, stepName = "step" } }, isMean) {
+  if (axis) return isMean ? [`from (${axis.unit})`, `to (${axis.unit})`] : [`${axis.label} (${axis.unit})`];
+  return isMean ? ["first step", "last step"] : [stepName];
+}
+/** Return the validations after the steps of a row: a validation's step is the number of steps before it, of which the first is step 0. */
+function pointsAfter(grain, at, points) {
+  const first = grain.span(at)[0], next = at + 1 < grain.used ? grain.span(at + 1)[0] : Infinity;
+  return points.filter(({ step }) => Math.max(0, step - 1) >= first && Math.max(0, step - 1) < next);
 }
 
 /** Return the name of the run, and the smoothing of the lines, for the title and the name of a file. */

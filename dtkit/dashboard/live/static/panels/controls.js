@@ -79,9 +79,10 @@ export function controls(store, send, redraw) {
     // One answer at a time: a check mark next to a refusal would read as if the refused command had worked.
     const isRefused = store.refused && store.refusedAt >= store.effectAt;
     const isNew = store.effect.text && !isRefused && Date.now() - store.effectAt < EFFECT_MS;
-    const isAsking = stopping.isOpen() && !isRefused, question = rate.question();
-    setText(effect, question ? "" : isAsking ? STOP_HELP : isNew && status.state !== "failed" ? `✓ ${store.effect.text}` : "");
-    effect.classList.toggle("dtk-asking", isAsking);
+    const isAsking = stopping.isOpen() && !isRefused, question = rate.question(), isAnswered = isNew && status.state !== "failed";
+    const retry = status.remedy && status.state === "paused" && !isRefused ? `Resume and Step take step ${status.step.toLocaleString("en-US")} again, ${describeRetry(status)}.` : "";
+    setText(effect, question ? "" : isAsking ? STOP_HELP : isAnswered ? `✓ ${store.effect.text}` : retry);
+    effect.classList.toggle("dtk-asking", isAsking || !isAnswered);
     refusal.classList.toggle("dtk-sure", Boolean(question));
     setText(refusal, question ? `▲ ${question}` : isRefused ? `✕ ${store.refused.text}` : "");
     line.hidden = rate.el.hidden && !effect.textContent && !refusal.textContent;
@@ -106,10 +107,16 @@ function primaryCommand(store) {
   if (remedy) return remedy === "lr" ? "" : "stop";
   return state === "paused" || stepping ? "resume" : "pause";
 }
-/** Return what a button's tooltip says. A step that was not finite stays the next one. */
-function helpFor(command, { remedy }) {
-  if (!remedy || !["resume", "step"].includes(command)) return BUTTON_HELP[command] ?? "";
-  return remedy === "lr" ? "Takes the step that was not finite again, which fails again at this learning rate." : "Takes the step that was not finite again, which may fail again.";
+/** Return what a button's tooltip says. */
+function helpFor(command, status) {
+  const isRetry = status.remedy && ["resume", "step"].includes(command);
+  return isRetry ? `Takes the step that was not finite again, ${describeRetry(status)}.` : BUTTON_HELP[command] ?? "";
+}
+const RETRY_ENDS = { lr: "at this learning rate", data: "unless its data or the loss change", train: "with these parameters" }; // by remedy
+
+/** Return what becomes of a step that was not finite, which stays the next one, if it is taken again. */
+function describeRetry({ remedy }) {
+  return `which fails again ${RETRY_ENDS[remedy]}`;
 }
 function lowerRate(store) {
   return +((store.lr ?? 0) / LOWER).toPrecision(6);

@@ -65,6 +65,7 @@ function metricChart(store, name, { all, further }, redraw) {
     title: name,
     testid: "metric-chart",
     height: 130,
+    stepName: "after steps",
     exact: true, // a smoothed line would end far from the last value, which the tile shows
     note,
     layout: () => ONE_LINE,

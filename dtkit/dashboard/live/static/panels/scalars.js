@@ -40,6 +40,7 @@ function seriesChart(store, name, { height, testid }, redraw) {
     pointName: "◇ validation",
     measured: name,
     note: (_head, _layout, view) => note({ ...of(), last: last() }, system ? NaN : lastValidation(store, name), view.frame?.width < NARROW_PLOT, store.view.zoom !== null),
+    help: (_head, whole) => explainLast(of(), whole),
     layout: () => ({ name, first: 0, nodes: of().lines - 1, banded: false }),
     grain: () => seriesGrain(of()),
     newest: last,
@@ -66,6 +67,12 @@ function isShort({ points, lines, values }) {
 /** Return the last validation of a number, which the tiles have; NaN without one. */
 function lastValidation({ evaluations, newest }, name) {
   return [...evaluations, ...newest.evaluations].findLast(({ values }) => Number.isFinite(values[name] ?? NaN))?.values[name] ?? NaN;
+}
+
+/** Return the caption, with why a line of means may not end at the last value, which may be that of a short batch. */
+function explainLast({ merged: [width] = [1], system }, caption) {
+  if (width === 1 || system || !caption.includes("last ")) return caption;
+  return `${caption}. The last value is that of one step; a point of the line is the mean of up to ${width.toLocaleString("en-US")} steps, so the line may end at another one.`;
 }
 
 /** Say what the last values over all nodes are, in short where the panel is narrow. A point is a mean of several steps. */

@@ -8,7 +8,7 @@ import { newTooltip, within } from "../chart/tooltip.js";
 import { newFrame } from "../frame.js";
 import { duration, share, tickFormat, ticks } from "../numbers.js";
 import { pick, pickedClass } from "../picking.js";
-import { drawLegend, newPrefix, phaseClass, phaseLook, textures } from "../textures.js";
+import { drawLegend, listPhaseKey, newPrefix, phaseClass, phaseLook, textures } from "../textures.js";
 import { usedKinds } from "./timeline.js";
 import { newWidth } from "../width.js";
 
@@ -22,7 +22,8 @@ export function stepTime(store, _send, redraw) {
   const svg = s("svg", { class: "dtk-chart dtk-bars", role: "list", "aria-label": "where a step's time goes, by node" },
     textures(view.prefix), layers.axis, layers.bars);
   const legend = h("ul", { class: "dtk-legend", "aria-label": "phases" });
-  const title = "Where a step's time goes", frame = newFrame(title, note, { svg, csv: () => listTimes(store), about: () => store.head.name });
+  const title = "Where a step's time goes", key = () => listPhaseKey(legendPhases(store, read(store), false), view.prefix);
+  const frame = newFrame(title, note, { svg, csv: () => listTimes(store), about: () => store.head.name, key });
   const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": "time-panel" }, frame.head, straggler, svg, legend);
   frame.attach(el, redraw);
   const readWidth = newWidth(el, redraw);

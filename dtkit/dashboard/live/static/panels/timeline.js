@@ -8,7 +8,7 @@ import { drawParts, h, s, setAttr, setText } from "../elements.js";
 import { newFrame } from "../frame.js";
 import { duration, tickFormat, ticks } from "../numbers.js";
 import { nodeName, pick, pickedClass } from "../picking.js";
-import { drawLegend, newPrefix, phaseClass, phaseLook, textures } from "../textures.js";
+import { drawLegend, listPhaseKey, newPrefix, phaseClass, phaseLook, textures } from "../textures.js";
 import { newWidth } from "../width.js";
 
 const FEW = 8, FOOT = 20, RIM = 14, WHOLE = 60000, NUMBERED = 400, EACH = 5, NEAR = 3;
@@ -20,7 +20,7 @@ export function timeline(store, _send, redraw) {
   layers.axis.setAttribute("class", "dtk-grid");
   const svg = s("svg", { class: "dtk-chart", role: "img" }, textures(prefix), ...Object.values(layers));
   const legend = h("ul", { class: "dtk-legend", "aria-label": "kinds of work" });
-  const frame = newFrame("Timeline", note, { svg, csv: () => listBoxes(store), about: () => store.head.name });
+  const frame = newFrame("Timeline", note, { svg, csv: () => listBoxes(store), about: () => store.head.name, key: () => listPhaseKey(usedKinds(store), prefix) });
   const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": "timeline-panel" }, frame.head, svg, legend);
   frame.attach(el, redraw);
   const readWidth = newWidth(el, redraw);

@@ -492,7 +492,7 @@ def test_the_values_of_runs_are_saved_with_their_numbers_and_without_an_empty_me
     with page.expect_download() as download:
         chart.get_by_test_id("save-csv").click()
     header, *lines = csv.reader(Path(download.value.path()).read_text(encoding="utf-8").splitlines())
-    assert header == ["first step", "last step", "1: lr 0.02", "2: lr 0.1", "3: lr 0.5"]
+    assert header == ["step", "1: lr 0.02", "2: lr 0.1", "3: lr 0.5"]
     assert all(all(line) for line in lines)
 
 

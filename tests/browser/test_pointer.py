@@ -133,7 +133,9 @@ def test_a_new_state_is_drawn_before_the_charts(page: Page):
       let frames = 0;
       const note = () => {
         frames += 1;
-        for (const [name, value] of Object.entries(drawn())) if (value !== window.before[name]) window.when[name] ??= frames;
+        for (const [name, value] of Object.entries(drawn())) {
+          if (value !== window.before[name]) window.when[name] ??= frames;
+        }
         requestAnimationFrame(note);
       };
       requestAnimationFrame(note);

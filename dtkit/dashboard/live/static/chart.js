@@ -54,9 +54,9 @@ const FAR_PX = 1e4; // outside any chart; pictures lose longer numbers
  * - names: overallName, right(head, view): room for labels, lineName(store, line) with labelLines(store, line, most,
  *   width): that name at the line's end
  * - points: points(store), pointName, measured: the metric whose best has a ring in a report
- * - axes: height, stepName: what its steps are, for a table, axis: instead of that of all charts, fromZero, most(store): the largest value that the axis has to
- *   show, canLog: a logarithmic scale, where one is chosen or the values span many orders, which leaves out values that
- *   are not positive; "positive": none where some are negative
+ * - axes: height, stepName: what its steps are, for a table, axis: instead of that of all charts, fromZero,
+ *   most(store): the largest value that the axis has to show, canLog: a logarithmic scale, where one is chosen or the
+ *   values span many orders, which leaves out values that are not positive; "positive": none where some are negative
  */
 export function chart(store, name, options, redraw) {
   const note = h("span", { class: "dtk-note" });

@@ -66,7 +66,7 @@ HOW_TO = [
         )
     ),
 ]
-pytestmark = pytest.mark.timeout(600)  # a fixture executes all blocks of many pages
+pytestmark = pytest.mark.timeout(900)  # a fixture executes all blocks of many pages
 
 PAGES = [*GUIDES, *FURTHER_GUIDES, *HOW_TO]
 START = "cluster = dtkit.Cluster(2)\n"

@@ -155,7 +155,7 @@ def test_rank_whose_interpreter_is_blocked_is_reported(cluster2: dtkit.Cluster, 
     assert report.rank == 1
     assert "C code holds its interpreter" in report.reason
     check_line(report, block_interpreter, "collections.deque(")
-    run.stop()
+    run.stop(timeout=60)  # a machine that gets busy meanwhile blocks for longer
 
 
 def test_stopped_rank_is_reported_and_training_is_unchanged(cluster2: dtkit.Cluster):

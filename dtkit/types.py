@@ -307,7 +307,7 @@ class Event:
     """The kind of the mark.
 
     One of "start", "pause", "resume", "stop", "lr", "error", "note", "evaluation", "done", "print", "stuck", "lost",
-    "repair", "save", "restore" and "diverged".
+    "repair", "save", "checkpoint", "restore" and "diverged". "save" is a checkpoint that the user asked for.
     """
     text: str
     time: float

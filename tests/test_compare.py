@@ -717,6 +717,17 @@ def test_the_html_of_a_comparison_has_room_between_its_parts_and_escapes_metrics
     assert "<i>" not in page
 
 
+def test_a_run_that_diverged_before_its_first_validation_leaves_the_axis_of_validations():
+    """Its line began at 300, so the axis had room for it, and none for the runs that learned."""
+    good, bad = make_source(name="good"), make_source(name="bad")
+    for run, losses in ((good, [0.5, 0.4]), (bad, [300.0, 250.0])):
+        for step, loss in zip((40, 80), losses, strict=True):
+            run.history.add(Evaluation(step, 100, {"loss": loss}))
+    cap = comparison_summary.find_metric_cap([good.history, bad.history], "loss")
+    assert cap is not None
+    assert cap < 20
+
+
 def test_losses_that_fall_or_begin_high_have_no_cap():
     assert comparison_summary.find_loss_cap([np.array([1e6, 1.0, 1e-3]), np.array([2.0, 1.0])]) is not None
     assert comparison_summary.find_loss_cap([np.array([500.0, 1.0, 1e-6]), np.array([2.0, 6.0])]) is None

@@ -94,6 +94,7 @@ def test_a_comparison_names_the_run_that_learned_nothing():
     assert [row.competes for row in comparison.rows] == [True, True, False]
     loss = find_no_learning(bad.history).now
     line = f"{comparison.labels[2]} learned nothing: loss {loss:.2f}, that of the first step 2.32"
+    line += ": train again with a lower learning rate than 2, such as 0.2"
     assert line in repr(comparison).splitlines()
 
 
@@ -241,3 +242,11 @@ def test_a_look_at_a_long_history_reads_its_first_last_and_new_rows(monkeypatch:
     num_read.clear()
     find_no_learning(history)
     assert 0 < sum(num_read) < 1_000
+
+
+@pytest.mark.parametrize("infinite", [slice(0, 1), slice(3, 5), slice(-3, None), slice(60, None)])
+def test_infinite_losses_print_no_warnings_of_numpy(infinite):
+    """Warnings are errors here. A user read four of them below the next cell."""
+    losses = make_overshot()
+    losses[infinite] = math.inf
+    assert find_no_learning(make_history(losses)) is None

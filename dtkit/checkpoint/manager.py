@@ -78,7 +78,9 @@ class CheckpointRequest:
     path: Path
     keep_last: int | None
     policy: CheckpointPolicy | None = None
-    """None if the user asked for it."""
+    """None if it is for one call."""
+    is_by_user: bool = False
+    """Whether the user asked for it, so that charts have a mark."""
     future: Future[CheckpointResult] = dataclasses.field(default_factory=Future)
     folder: Path | None = None
     token: str = ""
@@ -261,14 +263,14 @@ class CheckpointManager:
                 self._last_snapshot_s = result.duration_s if request.is_fetched else own_s  # hosts share a network
             else:
                 self.last_result = result
-                self._log_result(result)
+                self._log_result(result, "save" if request.is_by_user else "checkpoint")
             request.future.set_result(result)
         if is_snapshot:
             self.on_snapshot()
 
-    def _log_result(self, result: CheckpointResult) -> None:
+    def _log_result(self, result: CheckpointResult, kind: str) -> None:
         size, duration = formatting.format_bytes(result.nbytes), formatting.format_duration(result.duration_s)
-        self._add_event(result.step, "note", f"saved {result.path.name}, {size} in {duration}")
+        self._add_event(result.step, kind, f"saved {result.path.name}, {size} in {duration}")
 
     def _write_checkpoint(
         self, request: CheckpointRequest, metadata: dict[str, Any], values: list[dict[str, Any]], history: History

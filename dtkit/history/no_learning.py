@@ -152,6 +152,8 @@ def _read_start(history: History) -> _Start | None:
     early = select_known(history.read_valid_totals(0, _EARLY_STEPS))
     if len(early) < _EARLY_STEPS or early["step"][0] > 1:  # resumed: the first loss is that of a trained model
         return None
+    if not np.isfinite(early["loss"]).all():
+        return None
     num_steps = int(np.searchsorted(np.cumsum(early["samples"]), START_SAMPLES)) + 1
     loss, noise = compute_mean_loss(early[:num_steps]), 1.05 * float(np.median(np.abs(np.diff(early["loss"]))))
     return _Start(loss, num_steps, noise) if loss > 0 and early["loss"].min() >= 0 else None
@@ -165,6 +167,8 @@ def find_no_learning(history: History) -> NoLearning | None:
     last = select_known(history.read_valid_totals(history.num_steps - NUM_PRESENT))
     losses, half = last["loss"], NUM_PRESENT // 2
     if len(last) < NUM_PRESENT or losses.min() < 0 or losses.max() < _SURELY_LOWER * start.loss:
+        return None
+    if not np.isfinite(losses).all():  # it has diverged
         return None
     now = compute_mean_loss(last)
     noise = float(losses.std())

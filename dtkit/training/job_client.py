@@ -316,7 +316,8 @@ class JobClient:
         if keep_last is not None and (isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1):
             raise ValueError(f"save(keep_last={keep_last!r}): it is how many checkpoints stay; an integer from 1 up")
         self.check_not_released("save")
-        return CheckpointRequest(folders.parse_new_folder("save(path", target).absolute(), keep_last)
+        folder = folders.parse_new_folder("save(path", target).absolute()
+        return CheckpointRequest(folder, keep_last, is_by_user=True)
 
     def save_after_end(self, checkpoint: CheckpointRequest) -> None:
         """Write a checkpoint of a run that has ended, whose driver can't send the request any more."""

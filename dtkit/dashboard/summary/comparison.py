@@ -274,12 +274,14 @@ def find_metric_cap(histories: Sequence[History], name: str) -> float | None:
     """Return the largest value of a validation metric that an axis should show; None if it should show all."""
     if not is_better_lower(name, join_directions(histories)):
         return None
-    return find_loss_cap(
-        [
-            np.array([e.values[name] for e in history.evaluations if e.values.get(name) is not None], float)
-            for history in histories
-        ]
-    )
+    lines = [
+        np.array([e.values[name] for e in history.evaluations if e.values.get(name) is not None], float)
+        for history in histories
+    ]
+    if name == "loss":  # a run may have diverged before its first validation
+        starts = [compute_drawn_losses(history.read_valid_totals(0, 1)) for history in histories]
+        lines = [np.concatenate(pair) if len(pair[1]) else pair[1] for pair in zip(starts, lines, strict=True)]
+    return find_loss_cap(lines)
 
 
 def find_best_evaluation(history: History, name: str) -> tuple[int, float] | None:

@@ -26,6 +26,6 @@ def list_times_outside_steps(history: History, elapsed_s: float) -> list[str]:
 
 def _name_work_between_steps(history: History) -> str:
     """Return what a run did between its steps, in parentheses; nothing if it only sent calls and got their results."""
-    has_saved = any(event.kind == "save" for event in history.events)
+    has_saved = any(event.kind in ("save", "checkpoint") for event in history.events)
     names = [name for name, was_done in (("validation", history.evaluations), ("saving", has_saved)) if was_done]
     return f" ({', '.join(names)})" if names else ""

@@ -67,7 +67,7 @@ export function chart(store, name, options, redraw) {
   }
   for (const layer of ["bands", "lines", "points"]) layers[layer].setAttribute("clip-path", `url(#${clip})`);
   const csv = () => listValues({ ...view, grain: readValues(view, false) }, overallLabel(view));
-  const frame = newFrame(options.title, note, { svg, csv, about: () => describeExport(view), key: () => listPictureKey(view, overallLabel(view)) });
+  const frame = newFrame(options.title, note, { svg, csv, about: (isDrawn) => describeExport(view, isDrawn), key: () => listPictureKey(view, overallLabel(view)) });
   const el = h("section", { class: "dtk-panel", "data-testid": options.testid, ...(options.title ? { "data-name": options.title } : {}) }, frame.head, svg, cursor.el);
   const ownScale = scaleOfOne(store, () => view), scale = scaleButton(ownScale, "chart-scale", "log");
   if (options.canLog) frame.add(scale.el);

@@ -34,8 +34,8 @@ export function newFrame(title, note, { svg, csv, about = () => "", key = () => 
 }
 
 function chartSaves(title, { svg, csv, about, key }) {
-  const heading = () => [title, about()].filter(Boolean).join(" · ");
-  return [["PNG picture", () => savePng(svg, heading(), key())], ["SVG picture", () => saveSvg(svg, heading(), key())], ["CSV table", () => saveCsv(csv(), heading())]];
+  const heading = (isDrawn) => [title, about(isDrawn)].filter(Boolean).join(" · ");
+  return [["PNG picture", () => savePng(svg, heading(true), key())], ["SVG picture", () => saveSvg(svg, heading(true), key())], ["CSV table", () => saveCsv(csv(), heading(false))]];
 }
 function downloads(title, saves) {
   const menu = popover(icon("M7,1V9M3.5,6L7,9.5L10.5,6M1.5,13H12.5"), `download ${title}`, "download", "menu");

@@ -39,8 +39,8 @@ function pointsAfter(grain, at, points) {
   return points.filter(({ step }) => Math.max(0, step - 1) >= first && Math.max(0, step - 1) < next);
 }
 
-/** Return the name of the run, and the smoothing of the lines, for the title and the name of a file. */
-export function describeExport(view) {
-  const { name } = view.store.head, weight = smoothing(view);
+/** Return the name of the run, and the smoothing of drawn lines, for the title and the name of a file. Values are as they were measured. */
+export function describeExport(view, isDrawn) {
+  const { name } = view.store.head, weight = isDrawn ? smoothing(view) : 0;
   return [name, weight ? `smooth ${weight.toFixed(weight > 0.985 ? 3 : 2)}` : ""].filter(Boolean).join(" · ");
 }

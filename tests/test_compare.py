@@ -717,7 +717,7 @@ def test_the_html_of_a_comparison_has_room_between_its_parts_and_escapes_metrics
     assert "<i>" not in page
 
 
-def test_a_run_that_diverged_before_its_first_validation_leaves_the_axis_of_validations():
+def test_a_run_that_diverged_before_its_first_validation_leaves_the_axis():
     """Its line began at 300, so the axis had room for it, and none for the runs that learned."""
     good, bad = make_source(name="good"), make_source(name="bad")
     for run, losses in ((good, [0.5, 0.4]), (bad, [300.0, 250.0])):

@@ -105,7 +105,7 @@ def test_a_run_that_ends_at_a_loss_that_is_not_finite_has_one_word_for_it(state:
     assert not row.competes
 
 
-def test_a_run_whose_loss_was_lost_before_its_gradients_has_the_step_and_the_remedy_of_its_verdict():
+def test_an_infinite_loss_has_the_step_and_remedy_of_its_verdict():
     """The line named step 362, where gradients were not finite, and the verdict step 175."""
     source = FakeSource(ranks=2, steps=400)
     source.advance(30)

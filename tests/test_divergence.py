@@ -236,7 +236,7 @@ def test_a_run_that_was_stopped_on_its_way_back_says_that_it_had_diverged():
     (notice,) = [notice for notice in collect_notices(source) if notice.kind == "diverged"]
     assert notice.text.startswith("its loss diverged at step 64; best 0.0")
     assert notice.text.endswith(". Train on, or go back to a checkpoint")  # the rate was lowered since
-    assert describe_end(source, source.history) == ("diverged", notice.text.partition(". Train")[0])
+    assert describe_end(source, source.history) == ("diverged", notice.text.replace(". Train", ": train"))
     source.advance(60, loss=0.015)  # back at its best
     assert not [notice for notice in collect_notices(source) if notice.kind == "diverged"]
     assert describe_end(source, source.history).word == ""

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, WeightedRandomSampler
 
+import dtkit
 from dtkit.data.torch_loader import is_data_loader, read_data_loader
+from dtkit.testing.fake_transport import FakeTransport
 
 ROWS = TensorDataset(torch.arange(8.0))
 SAMPLES = [{"x": torch.tensor(float(k))} for k in range(8)]
@@ -102,3 +105,13 @@ def test_batches_that_cannot_be_divided_are_refused(options: dict[str, Any]):
 def test_other_data_are_no_loaders():
     assert is_data_loader(DataLoader(ROWS))
     assert not any(map(is_data_loader, (ROWS, DataLoader, [1], None)))
+
+
+def test_the_line_has_the_batch_size_that_counts(capsys: pytest.CaptureFixture[str]):
+    """It had that of the DataLoader, and the run took the other one."""
+    loader = DataLoader(TensorDataset(torch.randn(8, 2), torch.arange(8) % 2), batch_size=4)
+    options: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "optimizer": torch.optim.SGD, "steps": 1, "start": False}
+    with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as cluster:
+        cluster.train(nn.Linear(2, 2), loader, **options, batch_size=8)
+    line = "batch_size=8 over all ranks, rows in order; batch_size= of the call replaces its 4\n"
+    assert line in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import warnings
@@ -108,8 +109,16 @@ def _unwrap_data_loader(data: Any, config: TrainConfig) -> tuple[Any, TrainConfi
     if not is_data_loader(data):
         return data, config
     settings = read_data_loader(data)
-    print(f"DataLoader: {settings}")  # noqa: T201 - what is taken over is said
-    return settings.dataset, config.complete_by(settings)
+    completed = config.complete_by(settings)
+    size = completed.batch_size or settings.batch_size
+    taken = dataclasses.replace(settings, batch_size=size, num_workers=completed.num_workers)
+    own = (
+        ""
+        if taken.batch_size == settings.batch_size
+        else f"; batch_size= of the call replaces its {settings.batch_size}"
+    )
+    print(f"DataLoader: {taken}{own}")  # noqa: T201 - what is taken over is said
+    return settings.dataset, completed
 
 
 def _check_all(engine_group: EngineGroup, model: Any, config: TrainConfig) -> Strategy:

@@ -38,7 +38,8 @@ MAX_DRAWING_SHARE = 0.002
 """Largest share of a core for the pictures of a run that goes on. Those of its first minutes take more."""
 MAX_AGE_FACTOR = 3.0
 """Until a young run's next picture, its time may grow by this factor, so that no picture is of its beginning only."""
-_CHARTS_FOLLOW = "<p><em>The charts are being drawn. A notebook that is saved now has none of this run's end.</em></p>"
+_CHARTS_FOLLOW = "The charts are being drawn. A notebook that is saved now has none of this run's end."
+_OLDER_CHARTS = "These charts are of step {:,}. Those of the run's end are being drawn."
 _URGENT_EVENTS = frozenset({"diverged", "error", "lost", "repair", "stuck"})
 """Kinds of events with a picture of their own amid a run."""
 MAX_ENDED_VIEWS = 16
@@ -110,18 +111,20 @@ class _DrawnPage:
     step: int
     page: str
     """The picture in HTML; a text instead of one that could not be drawn."""
+    cards: str
+    """Its charts; nothing without a picture."""
     drawn_at: str
     """The time of day."""
 
 
 def _draw_page(run: RunView) -> _DrawnPage:
-    def draw() -> tuple[int, str]:
+    def draw() -> tuple[int, str, str]:
         from dtkit.dashboard.kept_picture import draw_page
 
         return draw_page(run)
 
-    def describe(error: Exception) -> tuple[int, str]:
-        return step, _format_preformatted(_describe_without_picture(run, error))
+    def describe(error: Exception) -> tuple[int, str, str]:
+        return step, _format_preformatted(_describe_without_picture(run, error)), ""
 
     step, drawn_at = run.status.step, _format_time()
     return _DrawnPage(*run_guarded(draw, describe), drawn_at)
@@ -139,13 +142,17 @@ def _make_meanwhile_output(run: RunView, drawn: _DrawnPage | None) -> Output:
     return {"text/html": f"<div><p><em>{sentence}</em></p>{below}</div>", "text/plain": f"{sentence}\n{text}"}, {}
 
 
-def _make_ending_output(run: RunView) -> Output:
-    """Return the words of a run that has ended, until its charts are drawn: older ones would be of another step."""
+def _make_ending_output(run: RunView, drawn: _DrawnPage | None) -> Output:
+    """Return the words of a run that has ended, until its charts are drawn, and meanwhile those of its second half."""
+    if drawn is not None and drawn.cards and 2 * drawn.step >= run.status.step:
+        charts = f"<p><em>{_OLDER_CHARTS.format(drawn.step)}</em></p>{drawn.cards}"
+    else:
+        charts = f"<p><em>{_CHARTS_FOLLOW}</em></p>"
 
     def format_words() -> str:
         from dtkit.dashboard.kept_picture import format_page
 
-        return format_page(run, _CHARTS_FOLLOW)
+        return format_page(run, charts)
 
     text = run_text.format_run(run)
     # silent: the picture that follows has the error
@@ -285,7 +292,9 @@ class _LiveDisplays:
         """Show the words of the end, then its picture in HTML, and then with a PNG. Runs on a thread of its own."""
         if self.final_event.is_set() or not self._run.status.state.has_ended:
             return
-        self._show_meanwhile(_make_ending_output(self._run))  # the notebook may be saved before the picture is there
+        self._show_meanwhile(
+            _make_ending_output(self._run, self._drawn)
+        )  # the notebook may be saved before the picture is there
         output = _make_static_or_text_output(self._run, self._show_page_of_end)
         with self._lock:
             self._update(self._views, output)

@@ -50,10 +50,11 @@ class KeptPicture(NamedTuple):
 
 
 class KeptPage(NamedTuple):
-    """A run in HTML, and the step of its words and charts."""
+    """A run in HTML, the step of its words and charts, and the charts alone."""
 
     step: int
     page: str
+    cards: str
 
 
 def draw_kept_picture(run: RunView, show_page: Callable[[str], None] | None = None) -> KeptPicture:
@@ -74,7 +75,8 @@ def draw_page(run: RunView) -> KeptPage:
     step, shown = run.status.step, tiles.list_tiles(run)
     head, end = list(_iterate_head(run, shown)), list(_iterate_end(run))  # before the charts, which take longer
     figures = draw_run_charts(run, next((tile.value for tile in shown if tile.label == MEAN_LOSS), None))
-    return KeptPage(step, _join_page(head, _format_charts(_draw_cards(figures)), end))
+    cards = _format_charts(_draw_cards(figures))
+    return KeptPage(step, _join_page(head, cards, end), cards)
 
 
 def format_page(run: RunView, cards: str) -> str:

@@ -201,6 +201,24 @@ def test_tooltip_names_every_line_with_its_value_and_unit(page: Page):
     expect(view.root.get_by_test_id(LOSS).get_by_test_id("tooltip")).to_be_hidden()
 
 
+def test_the_tooltip_has_the_validation_that_is_nearest(page: Page):
+    """It was there at some places of the pointer and gone between them, though a line joins the validations."""
+    run = FakeSource(ranks=2, strips=True)
+    run.advance(300)
+    for step in (100, 200):
+        run.history.add(Evaluation(step, 100, {"loss": 100 / step}))
+    view = StaticView(page, run)
+    left, right, y = get_plot(view)
+    tip = view.root.get_by_test_id(LOSS).get_by_test_id("tooltip")
+    for share, text in (
+        (0.1, "validation at step 100"),
+        (0.45, "validation at step 100"),
+        (0.8, "validation at step 200"),
+    ):
+        page.mouse.move(left + share * (right - left), y)
+        expect(tip).to_contain_text(text)
+
+
 def test_bars_and_timeline_have_tooltips(page: Page):
     view = make_view(page)
     bars = view.root.get_by_test_id("time-panel")

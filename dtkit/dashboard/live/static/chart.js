@@ -352,8 +352,9 @@ function spotRows(view, at) {
 }
 function pointRows(view, at) {
   const [first, last] = view.grain.span(at), { options, points } = view;
-  const near = options.pointName ? points.filter(({ step }) => step >= first && step <= last).slice(-1) : [];
-  return near.map(({ step, value }) => ({ label: `validation at step ${step.toLocaleString("en-US")}`, value: format(view, value), mark: "dtk-all" }));
+  const middle = (first + last) / 2, isNearer = (point, other) => Math.abs(point.step - middle) < Math.abs(other.step - middle);
+  const nearest = options.pointName && points.length ? [points.reduce((best, point) => (isNearer(best, point) ? best : point))] : [];
+  return nearest.map(({ step, value }) => ({ label: `validation at step ${step.toLocaleString("en-US")}`, value: format(view, value), mark: "dtk-all" }));
 }
 
 function describe(view) {

@@ -15,6 +15,7 @@ from typing import Any
 
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx import addnodes
 
 import dtkit
 from dtkit.strategies.base import Strategy
@@ -122,6 +123,9 @@ def make_parameter_lists(_app: Any, _kind: str, _name: str, _object: Any, _optio
         is_list = match is not None or (is_list and line.startswith("    "))
 
 
+_SHOWN_PLACES = ("dtkit.", "dtkit.integrations.trackers.")
+
+
 def keep_colons(_app: Any, kind: str, _name: str, _object: Any, _options: Any, lines: list[str]) -> None:
     """Begin an attribute's text with an empty comment, because napoleon splits it at a colon."""
     if kind in {"attribute", "data", "property"}:
@@ -200,6 +204,13 @@ def index_keywords(_app: Any, document: nodes.document) -> None:
             node["content"] = ", ".join([*words, *(f"={keyword}" for keyword in keywords)])
 
 
+def hide_places(_app: Any, document: nodes.document) -> None:
+    """Leave the module out before a class that users get from a call, and never import."""
+    for node in list(document.findall(addnodes.desc_addname)):
+        if node.astext() not in _SHOWN_PLACES:
+            node.parent.remove(node)
+
+
 def show_keywords(
     _app: Any, _page: str, _template: str, context: dict[str, Any], _doctree: nodes.document | None
 ) -> None:
@@ -242,6 +253,7 @@ def setup(app: Any) -> None:
     app.connect("html-page-context", name_pictures)
     app.connect("html-page-context", show_keywords)
     app.connect("doctree-read", index_keywords)
+    app.connect("doctree-read", hide_places)
 
 
 def copy_tutorials() -> None:

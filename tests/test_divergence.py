@@ -12,7 +12,7 @@ import dtkit
 from dtkit.dashboard import kept_picture, report
 from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
 from dtkit.dashboard.live.messages import MessageBuilder
-from dtkit.dashboard.summary.activity import name_state
+from dtkit.dashboard.summary.activity import name_bad_end, name_state
 from dtkit.dashboard.summary.notices import collect_notices, list_error_lines
 from dtkit.dashboard.summary.run_end import describe_end
 from dtkit.dashboard.summary.verdict import find_shown_verdict
@@ -186,6 +186,18 @@ def make_run_with_a_high_rate() -> FakeSource:
     source.event("lr", "learning rate 0.05")
     source.advance(30, loss=2.5)
     return source
+
+
+@pytest.mark.parametrize(("last", "word"), [(2.7, "diverged"), (2.4, ""), (1.9, "")])
+def test_a_run_that_came_back_to_more_than_its_first_loss_had_diverged(last, word):
+    """A loss of 2.7 after one of 2.3 and 20,000 is within twice its best, and its run ended in green."""
+    source = FakeSource(ranks=2)
+    source.advance(10, loss=2.32)
+    source.advance(20, loss=20_000.0)
+    source.event("diverged", "the loss grew 9,064 times")
+    source.advance(39, loss=last)
+    source.state = State.COMPLETED
+    assert name_bad_end(source) == word
 
 
 def test_the_advice_names_the_rate_with_which_the_loss_left():

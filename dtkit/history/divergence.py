@@ -38,6 +38,7 @@ _VERY_LARGE = 1e15  # no loss of a training with usual numbers is as large
 _BACK_AT_START = 0.8  # share of the start's loss; a network whose units all died is a little below it
 _MIN_BLOCK_SAMPLES = 64  # of the best and of the present; with fewer samples, a few easy ones are a block of their own
 _BACK_RATIO = 2  # to its best loss, below which a run is back
+_ABOVE_START = 1.1  # times the first loss; above it, nothing of what was learned is left
 _AWAY_RATIO = 4  # to its best loss, above which a run that diverged has left it; a plateau below is no departure
 _EARLY_STEPS = 256  # among which a loss that can be negative is so
 
@@ -258,7 +259,7 @@ def find_past_divergence(history: History) -> PastDivergence | None:
         return None
     best = min(early.start, _get_best_block(history, early.block), key=lambda level: level.loss)
     now = compute_mean_loss(select_known(last))
-    if not 0 < _BACK_RATIO * best.loss < now:
+    if not (0 < _BACK_RATIO * best.loss < now or 0 < _ABOVE_START * early.start.loss < now):
         return None
     found_at, rows = history.events[turn].step, history.read_valid_rows()
     step = _find_departure_step(history, best, found_at) if best.step < found_at - 1 else found_at

@@ -169,7 +169,7 @@ function comparedCharts(store, redraw) {
 
 /**
  * Return a table with number and line of each run, as in the charts. Only a legend may be turned. `sorting` has the
- * column by which a person sorts it, {name, order}, and `sort(name, isHighestBest)`; it is left out where none may.
+ * column by which a person sorts it, {name, order}, and `sort(name, order)`; it is left out where none may.
  */
 function tableOf(read, { testid, label, isLegend, sorting }) {
   const scroll = h("div", { class: "dtk-scroll dtk-high", tabindex: "0", role: "region", "aria-label": label }), note = h("p", { class: "dtk-note dtk-table-note" });
@@ -225,14 +225,14 @@ const NAME_BREAKS = /(?<=[(=,])(?!\))|(?<=[a-z])(?=[A-Z])/;
  * Return a row of cells. `runAt(row, column)` is the number of the run that a cell names, or null; `headAt` that of the
  * kind of number whose name it has.
  */
-function tableRow({ texts, bold, small, high, sorting }, cells, row, { runAt, headAt, names }) {
+function tableRow({ texts, bold, small, high, sorted, sorting }, cells, row, { runAt, headAt, names }) {
   return h("tr", row < 0 ? {} : { "data-row": row }, ...cells.map((text, column) => {
     const isBold = bold.some(([r, c]) => r === row && c === column), isText = texts.includes(column), run = runAt(row, column), head = headAt(row, column);
     const cell = h(row < 0 || !column ? "th" : "td", { class: `${isText ? "" : "dtk-number"}${isBold ? " dtk-best" : ""}`, ...(row < 0 ? { scope: "col" } : column ? {} : { scope: "row" }) });
     if (run !== null) { cell.classList.add("dtk-run"); cell.append(runLine(run), h("span", {}, ` ${run + 1}:\u00a0`, ...text.replace(NUMBER_BLANK, "\u00a0").split(NAME_BREAKS).flatMap((part) => [part, h("wbr")]))); if (names[run] !== text) setAttr(cell, "title", names[run]); }
     else cell.append(...(isText ? text.split(CODE_BREAKS) : [text]).flatMap((part) => [part, h("wbr")]));
     for (const [, , change] of small.filter(([r, c]) => r === row && c === column)) cell.append(h("small", { class: "dtk-change" }, change));
-    if (sorting && head !== null) addSortButton(cell, sorting.name === text ? sorting.order : "none", () => sorting.sort(text, high.includes(head))).dataset.column = text;
+    if (sorting && head !== null) addSortButton(cell, sorted[head], () => sorting.sort(text, chooseNextOrder(sorted[head], high.includes(head)))).dataset.column = text;
     return cell;
   }));
 }
@@ -251,8 +251,7 @@ function turned({ header, rows, bold, small, ...rest }) {
 /** Return the column by which all views of a comparison are sorted, and how to choose another one. */
 function newSorting(redraw) {
   const sorting = { name: null, order: "none" };
-  sorting.sort = (name, isHighestBest) => {
-    const order = chooseNextOrder(sorting.name === name ? sorting.order : "none", isHighestBest);
+  sorting.sort = (name, order) => {
     Object.assign(sorting, { name, order });
     redraw();
   };

@@ -22,17 +22,18 @@ function compareCells(first, second, sign) {
   return sign * first.text.localeCompare(second.text, "en", { numeric: true });
 }
 
-/** Return a table in the order that a person chose, with the numbers of its runs, and how to sort it. */
+/** Return a table in the order that a person chose, with the numbers of its runs, the order of each column, and how to sort it. */
 export function sortTable(table, sorting) {
   const column = table.header.indexOf(sorting?.name), values = new Map((table.values ?? []).map(([row, k, value]) => [`${row} ${k}`, value]));
   const cells = table.rows.map((row, k) => ({ value: values.get(`${k} ${column}`), text: column ? row[column] ?? "" : `${table.runs[k] + 1}: ${row[0]}` })); // as it is shown, and as a report sorts it
-  const places = sortCells(cells, column < 0 ? "none" : sorting.order), at = (row) => places.indexOf(row), runs = sorting ? places.map((k) => table.runs[k]) : table.runs;
+  const order = column < 0 ? "none" : sorting.order, places = sortCells(cells, order), at = (row) => places.indexOf(row), runs = sorting ? places.map((k) => table.runs[k]) : table.runs;
   return {
     ...table,
     rows: places.map((k) => table.rows[k]),
     bold: table.bold.map(([row, k]) => [at(row), k]),
     small: table.small.map(([row, k, text]) => [at(row), k, text]),
     runs,
+    sorted: order === "none" ? table.sorted : table.header.map((_, k) => (k === column ? order : "none")), // as written, by sort_by=
     sorting: runs.length > 1 ? sorting : undefined,
   };
 }
@@ -47,13 +48,13 @@ export function addSortButton(head, order, sort) {
 
 /** Let each name of a column sort the rows of a table; `onSort` gets the {name, order} of a column. */
 export function makeSortable(table, onSort = () => {}) {
-  const heads = [...table.tHead.rows[0].cells], names = heads.map(({ textContent }) => textContent), body = table.tBodies[0], written = [...body.rows];
+  const heads = [...table.tHead.rows[0].cells], orders = heads.map((head) => head.getAttribute("aria-sort") ?? "none"), names = heads.map(({ textContent }) => textContent), body = table.tBodies[0], written = [...body.rows];
   const sortBy = (column) => {
     const order = chooseNextOrder(heads[column].getAttribute("aria-sort"), heads[column].dataset.best === "highest");
-    for (const head of heads) head.setAttribute("aria-sort", head === heads[column] ? order : "none");
+    heads.forEach((head, k) => head.setAttribute("aria-sort", order === "none" ? orders[k] : k === column ? order : "none"));
     const cells = written.map((row) => ({ value: row.cells[column].dataset.value, text: row.cells[column].textContent }));
     body.append(...sortCells(cells, order).map((k) => written[k]));
     onSort({ name: names[column], order });
   };
-  heads.forEach((head, column) => addSortButton(head, "none", () => sortBy(column)));
+  heads.forEach((head, column) => addSortButton(head, orders[column], () => sortBy(column)));
 }

@@ -62,12 +62,12 @@ def _format_parts(comparison: ComparisonView, title: str, description: str) -> I
     labels = number_names(comparison.short_names)
     samples = [format_report_sample(row.number - 1) for row in rows]
     table = make_sorted_table(rows, comparison.sort_column)
-    yield format_table(dataclasses.replace(table, row_marks=samples), is_sortable=len(rows) > 1)
+    yield format_table(dataclasses.replace(table, row_marks=samples), "sortable" if len(rows) > 1 else "")
     yield "".join(format_notice(line, is_alert=True) for line in describe_ends(rows))
     yield f"<p><small>{'<br>'.join(escape(line) for line in list_table_notes(rows))}</small></p>"
     if comparison.differences:
         yield "<h2>Settings that differ</h2>"
-        yield format_table(make_differences_table(labels, comparison.differences, comparison.order))
+        yield format_table(make_differences_table(labels, comparison.differences, comparison.order), "follows")
     if comparison.common:
         yield "<h2>Settings that all runs share</h2>"
         yield fold_facts(formatting.format_count(len(comparison.common), "setting"), Table((), comparison.common))

@@ -481,6 +481,27 @@ def test_the_column_of_sort_by_is_marked_and_a_click_goes_on_from_it(
     expect(head).to_have_attribute("aria-sort", next(iter(orders)))  # as written again
 
 
+@pytest.mark.parametrize("place", ["report", "live view"])
+@pytest.mark.parametrize("settings", [2, 5])  # five: a column for each run
+def test_the_table_of_settings_follows_the_order_of_the_table_of_runs(
+    page: Page, tmp_path: Path, place: str, settings: int
+):
+    runs = make_runs_of_lengths()
+    for run in runs:
+        names = ("lr", "warm-up", "decay", "weights", "dropout")[:settings]
+        run.spec = dataclasses.replace(run.spec, settings=tuple((name, str(run.step)) for name in names))
+    comparison = dtkit.compare(*runs, sort_by="accuracy")
+    table = show_table(page, comparison, tmp_path if place == "report" else None)
+    shown = page.locator(".follows table") if place == "report" else page.get_by_test_id("settings-table")
+    head = table.get_by_role("columnheader", name=re.compile("^steps$"))
+    for order in ("acb", "bca", "acb", "acb"):  # the last one is as written
+        expect(shown.get_by_text(re.compile(r"^\s*\d:\s*[abc]$"))).to_have_text([re.compile(f"{k}$") for k in order])
+        values = re.findall(r"\b(?:120|40|80)\b", "|".join(shown.locator("td, th").all_text_contents()))
+        expected = [{"a": "120", "b": "40", "c": "80"}[name] for name in order]
+        assert values == (expected * 5 if settings == 5 else [value for value in expected for _ in range(2)])
+        head.get_by_role("button").click()
+
+
 def make_runs_of_lengths() -> list[FakeSource]:
     """Return three runs whose order of steps, accuracies and settings is other than that of their names."""
     runs = [FakeSource(steps=400, seed=seed, name=name) for seed, name in enumerate("abc")]

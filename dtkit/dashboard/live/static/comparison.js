@@ -10,7 +10,7 @@ import { drawPointed, newFrames } from "./frames.js";
 import { newRows } from "./grid.js";
 import { number } from "./numbers.js";
 import { runLine } from "./run_line.js";
-import { addSortButton, chooseNextOrder, sortTable } from "./sorting.js";
+import { addSortButton, arrangeRuns, chooseNextOrder, hasRunRows, sortTable } from "./sorting.js";
 import { toolbar } from "./toolbar.js";
 
 const MOST_LINES = 3, HEIGHT = 240;
@@ -186,7 +186,7 @@ function tableOf(read, { testid, label, isLegend, sorting }) {
     causes.hidden = !ends.length;
     causes.replaceChildren(...ends.map((line) => h("li", {}, line)));
     const sorted = sortTable(table, sorting);
-    fitTable(scroll, isLegend ? [[sorted, false], [turned(sorted), true]] : [[sorted, table.header[0] !== "run"]], names);
+    fitTable(scroll, isLegend ? [[sorted, false], [turned(sorted), true]] : [[sorted, !hasRunRows(table.header[0])]], names);
   };
   return { el, update };
 }
@@ -270,9 +270,10 @@ export function buildComparison(store, { hasTables = true } = {}) {
   keepKeys(root);
   const redraw = newFrames((asked) => { if (asked.has("pointed") && asked.size === 1) drawPointed(panels); else draw(); });
   const charts = [toolbar(store, null), mainChart(store, redraw), comparedCharts(store, redraw)]; // below the tables, which have the answer
+  const readSettings = ({ settings, table }) => settings && arrangeRuns(settings, sortTable(table, store.view.sorting).runs);
   const tables = hasTables ? [
     tableOf(() => ({ table: store.head.table, text: store.head.note, names: store.head.names, ends: store.head.ends }), { testid: "runs-table", label: "table of runs", isLegend: true, sorting: (store.view.sorting ??= newSorting(() => store.redraw())) }),
-    tableOf(() => ({ table: store.head.settings, names: store.head.names }), { testid: "settings-table", label: "settings that differ" }),
+    tableOf(() => ({ table: readSettings(store.head), names: store.head.names }), { testid: "settings-table", label: "settings that differ" }),
   ] : [];
   const panels = [...tables, ...charts];
   const body = h("div", { class: "dtk-body" }, ...panels.map((panel) => panel.el));

@@ -100,6 +100,37 @@ def test_paused_run_without_a_verdict_has_no_line_for_it(page: Page):
     expect(view.root.get_by_test_id("verdict")).to_be_hidden()
 
 
+@pytest.mark.parametrize("width", [600, 1400])
+def test_an_error_takes_the_place_of_the_verdict_and_moves_the_charts_once(page: Page, width: int):
+    page.set_viewport_size({"width": width, "height": 900})
+    run = make_run()
+    view = StaticView(page, run)
+    line, chart = view.root.get_by_test_id("verdict"), view.root.get_by_test_id("loss-chart")
+    before = chart.bounding_box()
+    run.exception = NonFiniteError([Failure(0, "here", "NonFinite", "the loss is NaN", "", step=50)])
+    run.state = State.PAUSED
+    view.update()
+    expect(view.root.get_by_test_id("error")).to_contain_text("the loss is NaN")
+    expect(line).to_be_hidden()
+    place = chart.bounding_box()
+    for _ in range(2):
+        view.update()
+        expect(line).to_be_hidden()
+        assert chart.bounding_box() == place
+    run.exception, run.state = None, State.RUNNING  # resumed
+    view.update()
+    expect(line).to_be_visible()
+    assert chart.bounding_box() == before
+
+
+def test_a_run_without_a_kernel_has_no_line_for_a_verdict_that_there_is_not(page: Page):
+    view = StaticView(page, FakeSource(ranks=2))
+    expect(view.root.get_by_test_id("verdict")).to_have_text("no verdict on the speed yet")
+    page.evaluate("window.cutOff()")
+    expect(view.root.get_by_test_id("error")).to_contain_text("The kernel doesn't answer")
+    expect(view.root.get_by_test_id("verdict")).to_be_hidden()
+
+
 def test_confirmation_of_a_command_disappears_when_something_newer_happens(page: Page):
     run = make_run()
     view = StaticView(page, run)

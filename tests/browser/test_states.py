@@ -330,6 +330,33 @@ def test_run_that_failed_before_its_first_step_has_no_empty_charts(page: Page):
     ]
 
 
+def test_lines_of_source_in_an_error_are_in_the_font_of_code(page: Page):
+    run = make_run()
+    view = StaticView(page, run)
+    lines = ["loss = criterion(model(x), `y`)", "raise ValueError('no rank 1 here')"]
+    frames = tuple(("train.py", 12 + k, f"loss_{k}", line) for k, line in enumerate(lines))
+    message = "no rank 1 here\n    indented by the user"
+    run.exception = EngineError([Failure(1, "host0", "ValueError", message, "Traceback", step=50, user_frames=frames)])
+    run.state = State.PAUSED
+    view.update()
+    error = view.root.get_by_test_id("error")
+    source = error.locator(".dtk-source")
+    expect(source).to_have_text([f"    {line}" for line in lines], use_inner_text=False)
+    fonts = "(all) => all.map((el) => getComputedStyle(el).fontFamily + ' ' + getComputedStyle(el).fontSize)"
+    assert set(source.evaluate_all(fonts)) == set(view.root.locator(".dtk-log").evaluate_all(fonts))
+    assert "monospace" not in error.evaluate("(el) => getComputedStyle(el).fontFamily")
+    assert error.inner_text().splitlines() == [
+        "EngineError: node 1 on host0, step 50: ValueError: no rank 1 here",
+        "    indented by the user",
+        "  File train.py, line 12, in loss_0",
+        f"    {lines[0]}",
+        "  File train.py, line 13, in loss_1",
+        f"    {lines[1]}",
+        "(The error's .full has the whole traceback.)",
+    ]
+    assert list_overflowing(page) == []
+
+
 def test_memory_is_that_of_the_process_before_and_after_the_first_step(page: Page):
     run = FakeSource(ranks=2)
     view = StaticView(page, run)

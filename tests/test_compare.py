@@ -1195,6 +1195,19 @@ def test_sorted_runs_keep_their_places_in_the_live_view():
         assert [row[0] for row in table["rows"]] == ["B", "A", "C"]
 
 
+def test_the_mark_of_the_sorted_column_is_left_out_once_runs_have_another_order():
+    runs = make_scored_runs()
+    comparison = dtkit.compare(*runs, sort_by="steps")
+    read = ComparisonMessageBuilder(comparison).build_snapshot
+    table = read().content["head"]["table"]
+    assert [name for name, order in zip(table["header"], table["sorted"], strict=True) if order != "none"] == ["steps"]
+    assert "ascending" in table["sorted"]
+    runs[0].advance(500)
+    table = read().content["head"]["table"]
+    assert [row[0] for row in table["rows"]] == ["a()", "b()", "c()"]  # as of the call
+    assert set(table["sorted"]) == {"none"}
+
+
 def test_a_printed_table_that_is_sorted_names_the_run_of_its_differences():
     rows = make_rows({"loss": 0.5034}, {"loss": 0.5026})
     rows = [dataclasses.replace(row, number=number) for row, number in zip(rows, (2, 1), strict=True)]

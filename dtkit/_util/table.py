@@ -45,6 +45,8 @@ class Table:
     """Trusted HTML before the first cell of each row, such as a sample of a line."""
     high_columns: Collection[str] = ()
     """Names of the columns whose highest number is the best: a page sorts by them downwards first."""
+    sorted_column: tuple[str, str] | None = None
+    """The column by which the rows are sorted, and its direction: "ascending" or "descending"."""
 
     def to_text(self, indent: str = "", max_width: int = 0) -> str:
         """Return the table as lines of text, with two spaces between columns.
@@ -115,9 +117,15 @@ class Table:
         if column == 0 and 0 <= row < len(self.row_marks):
             text = f"{self.row_marks[row]} {text}"
         value = f' data-value="{self.values[row, column]!r}"' if (row, column) in self.values else ""
-        value = ' data-best="highest"' if tag == "th" and cell in self.high_columns else value
+        value = self._format_column_marks(cell) if tag == "th" else value
         style += "; vertical-align: baseline" if self.small_texts else ""
         return f'<{tag} style="{style}; {_PADDING}"{value}>{text}</{tag}>'
+
+    def _format_column_marks(self, name: str) -> str:
+        """Return the attributes of a column's head for pages that sort, and for screen readers."""
+        best = ' data-best="highest"' if name in self.high_columns else ""
+        column, direction = self.sorted_column or (None, "")
+        return f'{best} aria-sort="{direction}"' if name == column else best
 
     def _format_small_text(self, row: int, column: int) -> str:
         text = self.small_texts.get((row, column), "")

@@ -33,7 +33,7 @@ from dtkit.dashboard.summary.spec_differences import (
     list_event_differences,
     list_rate_differences,
 )
-from dtkit.dashboard.text.comparison_order import order_rows
+from dtkit.dashboard.text.comparison_order import find_column, order_rows
 from dtkit.dashboard.text.comparison_text import (
     describe_ends,
     describe_rows,
@@ -84,7 +84,7 @@ class _HasStatus(Protocol):
 
 @hide_constructor
 @suggest_attributes("comparison")
-@hide_from_completion("make_mime_bundle")
+@hide_from_completion("make_mime_bundle", "sort_column")
 @explain_arguments
 class Comparison(metaclass=UserNames):
     """Several runs next to each other, which ``dtkit.compare(run, other)`` returns.
@@ -93,6 +93,9 @@ class Comparison(metaclass=UserNames):
 
     The figure in a notebook is live: its charts zoom and name what is at the pointer, and follow runs that go on.
     """
+
+    sort_column: str
+    """The column of the table that `order` is from; "" is none."""
 
     def __init__(
         self, names: Sequence[str], histories: Sequence[History], strategies: Sequence[str], runs: Sequence[object]
@@ -106,6 +109,7 @@ class Comparison(metaclass=UserNames):
         """The runs, or the histories that were given."""
         self.order: Sequence[int] = tuple(range(len(runs)))
         """Places of the runs in the order of the tables. Numbers and colors are those of the call."""
+        self.sort_column = ""
 
     @property
     def differences(self) -> list[tuple[str, ...]]:
@@ -247,7 +251,9 @@ def compare(
     checked_labels = _make_labels(items) if labels is None else _check_labels(labels, len(items))
     comparison = Comparison(checked_labels, histories, strategies, items)
     if sort_by is not None:
-        comparison.order = order_rows(comparison.rows, sort_by)
+        rows = comparison.rows
+        comparison.sort_column = find_column(rows, sort_by)
+        comparison.order = order_rows(rows, comparison.sort_column)
     return comparison
 
 

@@ -28,11 +28,11 @@ from dtkit.dashboard.summary.run_lines import choose_dash
 from dtkit.dashboard.summary.series_names import MAX_TITLE_CHARS
 from dtkit.dashboard.summary.short_batches import SHORT_BATCH_NOTE, compute_drawn_losses, find_short_batches
 from dtkit.dashboard.svg_chart import Series, draw_chart
+from dtkit.dashboard.text.comparison_order import make_sorted_table
 from dtkit.dashboard.text.comparison_text import (
     describe_ends,
     list_table_notes,
     make_differences_table,
-    make_table,
     number_names,
     number_rows,
 )
@@ -61,12 +61,13 @@ def _format_parts(comparison: ComparisonView, title: str, description: str) -> I
     rows = number_rows(comparison.rows, comparison.short_names)
     labels = number_names(comparison.short_names)
     samples = [format_report_sample(row.number - 1) for row in rows]
-    yield format_table(dataclasses.replace(make_table(rows), row_marks=samples), is_sortable=len(rows) > 1)
+    table = make_sorted_table(rows, comparison.sort_column)
+    yield format_table(dataclasses.replace(table, row_marks=samples), "sortable" if len(rows) > 1 else "")
     yield "".join(format_notice(line, is_alert=True) for line in describe_ends(rows))
     yield f"<p><small>{'<br>'.join(escape(line) for line in list_table_notes(rows))}</small></p>"
     if comparison.differences:
         yield "<h2>Settings that differ</h2>"
-        yield format_table(make_differences_table(labels, comparison.differences, comparison.order))
+        yield format_table(make_differences_table(labels, comparison.differences, comparison.order), "follows")
     if comparison.common:
         yield "<h2>Settings that all runs share</h2>"
         yield fold_facts(formatting.format_count(len(comparison.common), "setting"), Table((), comparison.common))

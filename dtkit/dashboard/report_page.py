@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from dtkit._util import formatting
 from dtkit.dashboard import svg_chart
@@ -171,9 +171,13 @@ def choose_card_columns(num_cards: int) -> list[tuple[str, int]]:
     return [(width, max(1, -(-num_cards // rows))) for width, rows in num_rows.items()]
 
 
-def format_table(table: Table, *, is_sortable: bool = False) -> str:
-    """Return a table that may scroll to the side, and that a page with scripts sorts by its columns on demand."""
-    return f'<div class="scroll{" sortable" if is_sortable else ""}">{table.to_html()}</div>'
+def format_table(table: Table, role: Literal["", "sortable", "follows"] = "") -> str:
+    """Return a table that may scroll to the side.
+
+    A page with scripts sorts a `sortable` one by its columns on demand. One that `follows` has the same runs, and is
+    put into the same order.
+    """
+    return f'<div class="scroll{" " if role else ""}{role}">{table.to_html()}</div>'
 
 
 def format_facts(table: Table, *, is_code: bool = False) -> str:

@@ -6,10 +6,11 @@ import csv
 import dataclasses
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Locator, Page, expect
 
 import dtkit
 from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
@@ -19,6 +20,9 @@ from dtkit.types import Evaluation, State
 from tests.support.comparison_sources import build_message_of_named, make_diverging_pair, make_logging_runs
 from tests.support.fake_source import FakeSource
 from tests.support.static_view import encode_message, load_widget
+
+if TYPE_CHECKING:
+    from dtkit.dashboard.compare import Comparison
 
 pytestmark = pytest.mark.browser
 
@@ -445,6 +449,78 @@ def test_the_column_of_runs_sorts_by_their_numbers(page: Page, tmp_path: Path, p
     head.get_by_role("button").click()
     expect(head).to_have_attribute("aria-sort", "descending")
     expect(first).to_have_text(expected[::-1])
+
+
+@pytest.mark.parametrize("place", ["report", "live view", "narrow live view"])
+@pytest.mark.parametrize(
+    ("column", "orders"),
+    [
+        ("steps", {"ascending": "bca", "descending": "acb"}),
+        ("best validation accuracy", {"descending": "acb", "ascending": "bca"}),
+    ],
+)
+def test_the_column_of_sort_by_is_marked_and_a_click_goes_on_from_it(
+    page: Page, tmp_path: Path, place: str, column: str, orders: dict[str, str]
+):
+    page.set_viewport_size({"width": 400 if place.startswith("narrow") else 1400, "height": 900})
+    runs = make_runs_of_lengths()
+    table = show_table(page, dtkit.compare(*runs, sort_by=column), tmp_path if place == "report" else None)
+    head = table.locator("[aria-sort]").filter(has_text=re.compile(f"^{column}$"))
+    names = table.get_by_text(re.compile(r"^\s*\d:\s*[abc]$"))
+    for order in (*orders, *orders):  # the order as written has a mark, too
+        expect(head).to_have_attribute("aria-sort", order)
+        expect(table.locator("[aria-sort$=ending]")).to_have_count(1)
+        expect(names).to_have_text([re.compile(f"{name}$") for name in orders[order]])
+        arrow = head.get_by_role("button").evaluate("(button) => getComputedStyle(button, '::after').content")
+        assert {"ascending": "▲", "descending": "▼"}[order] in arrow
+        head.get_by_role("button").click()
+    other = table.locator("[aria-sort]").filter(has_text=re.compile("^samples/s$"))
+    for order in ("descending", "ascending", "none"):
+        other.get_by_role("button").click()
+        expect(other).to_have_attribute("aria-sort", order)
+    expect(head).to_have_attribute("aria-sort", next(iter(orders)))  # as written again
+
+
+@pytest.mark.parametrize("place", ["report", "live view"])
+@pytest.mark.parametrize("settings", [2, 5])  # five: a column for each run
+def test_the_table_of_settings_follows_the_order_of_the_table_of_runs(
+    page: Page, tmp_path: Path, place: str, settings: int
+):
+    runs = make_runs_of_lengths()
+    for run in runs:
+        names = ("lr", "warm-up", "decay", "weights", "dropout")[:settings]
+        run.spec = dataclasses.replace(run.spec, settings=tuple((name, str(run.step)) for name in names))
+    comparison = dtkit.compare(*runs, sort_by="accuracy")
+    table = show_table(page, comparison, tmp_path if place == "report" else None)
+    shown = page.locator(".follows table") if place == "report" else page.get_by_test_id("settings-table")
+    head = table.get_by_role("columnheader", name=re.compile("^steps$"))
+    for order in ("acb", "bca", "acb", "acb"):  # the last one is as written
+        expect(shown.get_by_text(re.compile(r"^\s*\d:\s*[abc]$"))).to_have_text([re.compile(f"{k}$") for k in order])
+        values = re.findall(r"\b(?:120|40|80)\b", "|".join(shown.locator("td, th").all_text_contents()))
+        expected = [{"a": "120", "b": "40", "c": "80"}[name] for name in order]
+        assert values == (expected * 5 if settings == 5 else [value for value in expected for _ in range(2)])
+        head.get_by_role("button").click()
+
+
+def make_runs_of_lengths() -> list[FakeSource]:
+    """Return three runs whose order of steps, accuracies and settings is other than that of their names."""
+    runs = [FakeSource(steps=400, seed=seed, name=name) for seed, name in enumerate("abc")]
+    for run, steps in zip(runs, (120, 40, 80), strict=True):
+        run.advance(steps)
+        run.history.add(Evaluation(steps, 100, {"accuracy": steps / 400}))
+        settings = tuple((name, str(steps)) for name in ("lr", "warm-up", "seed"))
+        run.spec = dataclasses.replace(run.spec, settings=settings)
+    return runs
+
+
+def show_table(page: Page, comparison: Comparison, folder: Path | None) -> Locator:
+    """Show a comparison live, or its report in a folder. Return its table of runs."""
+    if folder is None:
+        load_widget(page, str(ComparisonWidget._esm), ComparisonMessageBuilder(comparison).build_snapshot(), "light")
+        return page.get_by_test_id("runs-table").locator("table")
+    comparison.report(folder / "comparison.html")
+    page.goto(f"file://{folder / 'comparison.html'}")
+    return page.locator(".sortable table")
 
 
 def show_equal_pair(page: Page, theme: str = "light") -> None:

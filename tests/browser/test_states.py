@@ -100,6 +100,37 @@ def test_paused_run_without_a_verdict_has_no_line_for_it(page: Page):
     expect(view.root.get_by_test_id("verdict")).to_be_hidden()
 
 
+@pytest.mark.parametrize("width", [600, 1400])
+def test_an_error_takes_the_place_of_the_verdict_and_moves_the_charts_once(page: Page, width: int):
+    page.set_viewport_size({"width": width, "height": 900})
+    run = make_run()
+    view = StaticView(page, run)
+    line, chart = view.root.get_by_test_id("verdict"), view.root.get_by_test_id("loss-chart")
+    before = chart.bounding_box()
+    run.exception = NonFiniteError([Failure(0, "here", "NonFinite", "the loss is NaN", "", step=50)])
+    run.state = State.PAUSED
+    view.update()
+    expect(view.root.get_by_test_id("error")).to_contain_text("the loss is NaN")
+    expect(line).to_be_hidden()
+    place = chart.bounding_box()
+    for _ in range(2):
+        view.update()
+        expect(line).to_be_hidden()
+        assert chart.bounding_box() == place
+    run.exception, run.state = None, State.RUNNING  # resumed
+    view.update()
+    expect(line).to_be_visible()
+    assert chart.bounding_box() == before
+
+
+def test_a_run_without_a_kernel_has_no_line_for_a_verdict_that_there_is_not(page: Page):
+    view = StaticView(page, FakeSource(ranks=2))
+    expect(view.root.get_by_test_id("verdict")).to_have_text("no verdict on the speed yet")
+    page.evaluate("window.cutOff()")
+    expect(view.root.get_by_test_id("error")).to_contain_text("The kernel doesn't answer")
+    expect(view.root.get_by_test_id("verdict")).to_be_hidden()
+
+
 def test_confirmation_of_a_command_disappears_when_something_newer_happens(page: Page):
     run = make_run()
     view = StaticView(page, run)
@@ -297,6 +328,33 @@ def test_run_that_failed_before_its_first_step_has_no_empty_charts(page: Page):
         "node 0 only lost its peer.",
         "(The error's .full has the whole traceback.)",
     ]
+
+
+def test_lines_of_source_in_an_error_are_in_the_font_of_code(page: Page):
+    run = make_run()
+    view = StaticView(page, run)
+    lines = ["loss = criterion(model(x), `y`)", "raise ValueError('no rank 1 here')"]
+    frames = tuple(("train.py", 12 + k, f"loss_{k}", line) for k, line in enumerate(lines))
+    message = "no rank 1 here\n    indented by the user"
+    run.exception = EngineError([Failure(1, "host0", "ValueError", message, "Traceback", step=50, user_frames=frames)])
+    run.state = State.PAUSED
+    view.update()
+    error = view.root.get_by_test_id("error")
+    source = error.locator(".dtk-source")
+    expect(source).to_have_text([f"    {line}" for line in lines], use_inner_text=False)
+    fonts = "(all) => all.map((el) => getComputedStyle(el).fontFamily + ' ' + getComputedStyle(el).fontSize)"
+    assert set(source.evaluate_all(fonts)) == set(view.root.locator(".dtk-log").evaluate_all(fonts))
+    assert "monospace" not in error.evaluate("(el) => getComputedStyle(el).fontFamily")
+    assert error.inner_text().splitlines() == [
+        "EngineError: node 1 on host0, step 50: ValueError: no rank 1 here",
+        "    indented by the user",
+        "  File train.py, line 12, in loss_0",
+        f"    {lines[0]}",
+        "  File train.py, line 13, in loss_1",
+        f"    {lines[1]}",
+        "(The error's .full has the whole traceback.)",
+    ]
+    assert list_overflowing(page) == []
 
 
 def test_memory_is_that_of_the_process_before_and_after_the_first_step(page: Page):

@@ -38,13 +38,8 @@ from dtkit.dashboard.summary.comparison import (
 from dtkit.dashboard.summary.curves import Curves
 from dtkit.dashboard.summary.short_batches import SHORT_BATCH_NOTE, compute_drawn_losses, find_short_batches
 from dtkit.dashboard.summary.value_scale import is_steep
-from dtkit.dashboard.text.comparison_text import (
-    describe_ends,
-    list_table_notes,
-    make_differences_table,
-    make_table,
-    number_rows,
-)
+from dtkit.dashboard.text.comparison_order import make_sorted_table
+from dtkit.dashboard.text.comparison_text import describe_ends, list_table_notes, make_differences_table, number_rows
 from dtkit.history.speed import read_step_ends
 
 if TYPE_CHECKING:
@@ -86,6 +81,11 @@ class ComparisonView(Protocol):
     @property
     def order(self) -> Sequence[int]:
         """Places of the runs in the order of the tables."""
+        ...
+
+    @property
+    def sort_column(self) -> str:
+        """The column of the table that the order is from; "" is none."""
         ...
 
     @property
@@ -202,7 +202,7 @@ class ComparisonMessageBuilder:
         order, rows = self._comparison.order, self._comparison.rows
         named = [dataclasses.replace(row, label=names[row.number - 1]) for row in rows]
         numbered = number_rows(rows, names)
-        table = _describe_table(make_table(named), order)
+        table = _describe_table(make_sorted_table(named, self._comparison.sort_column), order)
         settings = _describe_table(make_differences_table(names, differences, order), order) if differences else None
         return {
             "table": table, "note": "\n".join(list_table_notes(numbered)), "ends": describe_ends(numbered),
@@ -222,6 +222,7 @@ def _describe_table(table: Table, order: Sequence[int]) -> dict[str, Any]:
     The page itself writes the numbers of the runs, which are in this `order`, beside their lines.
     """
     texts = [k for k, name in enumerate(table.header) if name in table.text_columns]
+    column, direction = table.sorted_column or (None, "none")
     rows = [[formatting.sanitize_text(cell, 200) for cell in row] for row in table.rows]
     return {
         "header": [formatting.sanitize_text(name, 80) for name in table.header],
@@ -232,6 +233,7 @@ def _describe_table(table: Table, order: Sequence[int]) -> dict[str, Any]:
         "small": [[*cell, text] for cell, text in table.small_texts.items()],
         "values": [[*cell, value] for cell, value in table.values.items()],
         "high": [k for k, name in enumerate(table.header) if name in table.high_columns],
+        "sorted": [direction if name == column else "none" for name in table.header],
     }
 
 

@@ -10,7 +10,7 @@ import { drawPointed, newFrames } from "./frames.js";
 import { newRows } from "./grid.js";
 import { number } from "./numbers.js";
 import { runLine } from "./run_line.js";
-import { addSortButton, chooseNextOrder, sortTable } from "./sorting.js";
+import { addSortButton, arrangeRuns, chooseNextOrder, hasRunRows, sortTable } from "./sorting.js";
 import { toolbar } from "./toolbar.js";
 
 const MOST_LINES = 3, HEIGHT = 240;
@@ -169,7 +169,7 @@ function comparedCharts(store, redraw) {
 
 /**
  * Return a table with number and line of each run, as in the charts. Only a legend may be turned. `sorting` has the
- * column by which a person sorts it, {name, order}, and `sort(name, isHighestBest)`; it is left out where none may.
+ * column by which a person sorts it, {name, order}, and `sort(name, order)`; it is left out where none may.
  */
 function tableOf(read, { testid, label, isLegend, sorting }) {
   const scroll = h("div", { class: "dtk-scroll dtk-high", tabindex: "0", role: "region", "aria-label": label }), note = h("p", { class: "dtk-note dtk-table-note" });
@@ -186,7 +186,7 @@ function tableOf(read, { testid, label, isLegend, sorting }) {
     causes.hidden = !ends.length;
     causes.replaceChildren(...ends.map((line) => h("li", {}, line)));
     const sorted = sortTable(table, sorting);
-    fitTable(scroll, isLegend ? [[sorted, false], [turned(sorted), true]] : [[sorted, table.header[0] !== "run"]], names);
+    fitTable(scroll, isLegend ? [[sorted, false], [turned(sorted), true]] : [[sorted, !hasRunRows(table.header[0])]], names);
   };
   return { el, update };
 }
@@ -225,14 +225,14 @@ const NAME_BREAKS = /(?<=[(=,])(?!\))|(?<=[a-z])(?=[A-Z])/;
  * Return a row of cells. `runAt(row, column)` is the number of the run that a cell names, or null; `headAt` that of the
  * kind of number whose name it has.
  */
-function tableRow({ texts, bold, small, high, sorting }, cells, row, { runAt, headAt, names }) {
+function tableRow({ texts, bold, small, high, sorted, sorting }, cells, row, { runAt, headAt, names }) {
   return h("tr", row < 0 ? {} : { "data-row": row }, ...cells.map((text, column) => {
     const isBold = bold.some(([r, c]) => r === row && c === column), isText = texts.includes(column), run = runAt(row, column), head = headAt(row, column);
     const cell = h(row < 0 || !column ? "th" : "td", { class: `${isText ? "" : "dtk-number"}${isBold ? " dtk-best" : ""}`, ...(row < 0 ? { scope: "col" } : column ? {} : { scope: "row" }) });
     if (run !== null) { cell.classList.add("dtk-run"); cell.append(runLine(run), h("span", {}, ` ${run + 1}:\u00a0`, ...text.replace(NUMBER_BLANK, "\u00a0").split(NAME_BREAKS).flatMap((part) => [part, h("wbr")]))); if (names[run] !== text) setAttr(cell, "title", names[run]); }
     else cell.append(...(isText ? text.split(CODE_BREAKS) : [text]).flatMap((part) => [part, h("wbr")]));
     for (const [, , change] of small.filter(([r, c]) => r === row && c === column)) cell.append(h("small", { class: "dtk-change" }, change));
-    if (sorting && head !== null) addSortButton(cell, sorting.name === text ? sorting.order : "none", () => sorting.sort(text, high.includes(head))).dataset.column = text;
+    if (sorting && head !== null) addSortButton(cell, sorted[head], () => sorting.sort(text, chooseNextOrder(sorted[head], high.includes(head)))).dataset.column = text;
     return cell;
   }));
 }
@@ -251,8 +251,7 @@ function turned({ header, rows, bold, small, ...rest }) {
 /** Return the column by which all views of a comparison are sorted, and how to choose another one. */
 function newSorting(redraw) {
   const sorting = { name: null, order: "none" };
-  sorting.sort = (name, isHighestBest) => {
-    const order = chooseNextOrder(sorting.name === name ? sorting.order : "none", isHighestBest);
+  sorting.sort = (name, order) => {
     Object.assign(sorting, { name, order });
     redraw();
   };
@@ -271,9 +270,10 @@ export function buildComparison(store, { hasTables = true } = {}) {
   keepKeys(root);
   const redraw = newFrames((asked) => { if (asked.has("pointed") && asked.size === 1) drawPointed(panels); else draw(); });
   const charts = [toolbar(store, null), mainChart(store, redraw), comparedCharts(store, redraw)]; // below the tables, which have the answer
+  const readSettings = ({ settings, table }) => settings && arrangeRuns(settings, sortTable(table, store.view.sorting).runs);
   const tables = hasTables ? [
     tableOf(() => ({ table: store.head.table, text: store.head.note, names: store.head.names, ends: store.head.ends }), { testid: "runs-table", label: "table of runs", isLegend: true, sorting: (store.view.sorting ??= newSorting(() => store.redraw())) }),
-    tableOf(() => ({ table: store.head.settings, names: store.head.names }), { testid: "settings-table", label: "settings that differ" }),
+    tableOf(() => ({ table: readSettings(store.head), names: store.head.names }), { testid: "settings-table", label: "settings that differ" }),
   ] : [];
   const panels = [...tables, ...charts];
   const body = h("div", { class: "dtk-body" }, ...panels.map((panel) => panel.el));

@@ -21,8 +21,14 @@ export function setText(el, text) {
     if (node.data !== text) node.data = text;
   } else if (el.textContent !== text) el.textContent = text;
 }
-/** Return a text as nodes, in which no line breaks within a `command`: its parts are typed together. */
+const SOURCE_LINE = /(?<=^ {2}\S.*, line \d+, in .*\n)( {4}.+)$/m; // below its place, as errors.py writes both
+
+/** Return a text as nodes: lines of source are in the font of code, and no line breaks within a `command`. */
 export function prose(text) {
+  return text.split(SOURCE_LINE).flatMap((part, k) => (k % 2 ? [h("span", { class: "dtk-source" }, part)] : withCommands(part)));
+}
+/** Return a text as nodes, in which the parts of a `command` are typed together. */
+function withCommands(text) {
   return text.split(/(`[^`\n]+`)/).filter(Boolean).map((part) => (/^`.+`$/.test(part) ? h("span", { class: "dtk-command" }, part) : part));
 }
 export function setProse(el, text) {

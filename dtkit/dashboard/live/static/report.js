@@ -15,7 +15,7 @@ import { scalars } from "./panels/scalars.js";
 import { system } from "./panels/system.js";
 import { throughputChart } from "./panels/throughput.js";
 import { timeline } from "./panels/timeline.js";
-import { makeSortable } from "./sorting.js";
+import { makeArrangeable, makeSortable } from "./sorting.js";
 import { apply, newStore } from "./store.js";
 import { followTheme } from "./theme.js";
 import { toolbar } from "./toolbar.js";
@@ -79,7 +79,18 @@ function drawReport(store) {
   redraw();
 }
 
+/** Let a person sort the table of runs. The legend of the charts and the table of settings follow. */
+function sortRuns(store) {
+  const arrange = [...document.querySelectorAll(".follows table")].map(makeArrangeable);
+  const follow = (sorting, places) => {
+    for (const each of arrange) each(places);
+    store.view.sorting = sorting;
+    store.redraw();
+  };
+  for (const table of document.querySelectorAll(".sortable table")) makeSortable(table, follow);
+}
+
 const shownStore = newStore();
-for (const table of document.querySelectorAll(".sortable table")) makeSortable(table, (sorting) => { shownStore.view.sorting = sorting; shownStore.redraw(); }); // for the legend
+sortRuns(shownStore);
 balanceColumns(document.querySelector(".columns"));
 drawReport(shownStore);

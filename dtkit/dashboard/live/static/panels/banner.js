@@ -7,6 +7,11 @@ const GONE = "The kernel doesn't answer: this is the last that was heard of the 
 
 const SHOWN_ELSEWHERE = "The kernel that had this run is gone. Another cell of this notebook shows the run live.";
 
+/** Return whether a run has a box with its error, or with what became of its kernel. */
+export function hasBanner({ lost, error }) {
+  return Boolean(lost || error);
+}
+
 export function banner(store) {
   const words = h("span"), jump = h("button", { type: "button", class: "dtk-tool", "data-testid": "show-live" }, "show it");
   const el = h("div", { class: "dtk-banner", role: "alert", "data-testid": "error", hidden: "" }, words);

@@ -5,6 +5,7 @@ import { h, setAttr, setProse } from "../elements.js";
 import { keepHeight } from "../keep_height.js";
 import { LIVE } from "../store.js";
 import { newWidth } from "../width.js";
+import { hasBanner } from "./banner.js";
 import { verdict } from "./verdict.js";
 
 export const NOTICE_GLYPH = { lost: "✕", stuck: "⊘", differs: "✕", mismatch: "✕", diverged: "✕", overfits: "▲", unlearned: "▲", ended: "✕", identical: "✓", verified: "✓", fewer: "○", slowed: "▼", repaired: "+", stopped: "■" }, URGENT_NOTICES = ["lost", "stuck", "differs", "mismatch", "diverged"];
@@ -47,7 +48,7 @@ export function notices(store, _send, redraw) {
     quiet.classList.toggle("dtk-kept", isKept);
     drawNotices();
     if (isKept) quiet.hidden = false;
-    line.update(!alerts.hidden);
+    line.update(!alerts.hidden || hasBanner(store));
     el.hidden = [...el.children].every((part) => part.hidden);
   };
   return { el, update };

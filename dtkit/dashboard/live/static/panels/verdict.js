@@ -4,7 +4,7 @@ import { h, setAttr, setText } from "../elements.js";
 import { keepHeight } from "../keep_height.js";
 import { LIVE } from "../store.js";
 
-/** Return {el, update(isReplaced)}: an alert takes the place of a verdict that there is not. */
+/** Return {el, update(isReplaced)}: an alert or an error takes the place of a verdict that there is not. */
 export function verdict(store) {
   const line = h("summary", { "data-testid": "verdict" }), arithmetic = h("div", { class: "dtk-arithmetic" });
   const el = h("details", { class: "dtk-verdict" }, line, arithmetic), { hold } = keepHeight(line);

@@ -7,7 +7,10 @@ import sys
 import pytest
 from torch.utils.data import DataLoader
 
+import dtkit
 from dtkit.engine.observe import error_report
+from dtkit.errors import EngineError
+from dtkit.testing.in_process import InProcessTransport
 from tests.support.notebook_dataset import BAD_LINE, CELL_FILE, make_notebook_dataset
 
 
@@ -140,3 +143,16 @@ def test_torch_sends_errors_of_workers_in_the_text_that_is_parsed(raises: str, k
     here, users = error_report.list_user_frames(caught.value)
     assert here[0] == __file__
     assert users[:3] == (CELL_FILE, BAD_LINE, "__getitem__")
+
+
+def test_a_failure_has_the_type_that_a_worker_raised():
+    text = CAUGHT.format("UnicodeDecodeError") + TRACEBACK + "UnicodeDecodeError: no text"
+
+    def fail(*_: int) -> None:
+        raise RuntimeError(text)
+
+    with dtkit.Cluster.from_transport(InProcessTransport(), device="cpu") as cluster:
+        for call in (lambda: cluster.run(fail), lambda: cluster.map(fail, [1])):
+            with pytest.raises(EngineError, match="UnicodeDecodeError: no text\n") as caught:
+                call()
+            assert caught.value.cause.type == "UnicodeDecodeError"

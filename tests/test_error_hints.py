@@ -70,6 +70,13 @@ def test_a_second_process_group_gets_the_remedy():
     assert "leave init_process_group() out" in error.__notes__[0]
 
 
+def test_a_name_that_a_loading_worker_lacks_gets_the_remedy():
+    error = NameError("Caught NameError in DataLoader worker process 0.\nNameError: name 'crop' is not defined")
+    assert add_general_hint(error)
+    assert error.__notes__[0].startswith("'crop' is not defined where this ran.")
+    assert not add_general_hint(NameError("no such crop"))
+
+
 class Outputs(UserDict[str, torch.Tensor]):
     """Outputs of a model, whose class looks a key up in Python."""
 

@@ -38,9 +38,17 @@ def refuse_second(row: int) -> Any:
     return INPUTS[row], TARGETS[row]
 
 
+def raise_as_torch_does(row: int) -> Any:
+    raise RuntimeError(
+        "Caught UnicodeDecodeError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+        '  File "rows.py", line 4, in read\nUnicodeDecodeError: no text'
+    )
+
+
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
+        (raise_as_torch_does, ": UnicodeDecodeError: no text\nthe Dataset raised this for row 0\n"),
         (refuse_second, "ValueError: no such picture\nthe Dataset raised this for row 1\n"),
         (lambda row: (INPUTS[row + len(INPUTS)], TARGETS[row]), "the Dataset raised this for row 0"),
         (lambda row: (INPUTS[row, : 3 + row], TARGETS[row]), "((3,) and (4,), in samples 0 and 1 of the batch)"),
@@ -50,7 +58,7 @@ def refuse_second(row: int) -> Any:
             "Sample 0 of the batch is (Tensor, Tensor), and sample 1 is (Tensor)",
         ),
     ],
-    ids=["error", "index", "shapes", "None", "parts"],
+    ids=["worker", "error", "index", "shapes", "None", "parts"],
 )
 def test_errors_of_the_first_samples_are_told_in_the_notebook(
     cluster: dtkit.Cluster, make: Callable[[int], Any], expected: str

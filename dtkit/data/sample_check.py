@@ -11,7 +11,7 @@ import torch
 from dtkit._util.guard import run_guarded
 from dtkit.engine.data.sources import DATASET_NOTE
 from dtkit.engine.error_hints import add_general_hint
-from dtkit.engine.observe.error_report import format_message, format_traceback, list_user_frames
+from dtkit.engine.observe.error_report import format_message, format_traceback, list_user_frames, name_error
 from dtkit.errors import FirstBatchError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def load_samples(load: Callable[[], Any], part: str, purpose: str, *, has_collat
         is_of_batch = has_collate_fn and not any(note.startswith(DATASET_NOTE) for note in notes)
         if is_of_batch or _may_be_of_notebook(error):
             return error
-        message = f"{type(error).__name__}: {format_message(error)}"
+        message = f"{name_error(error)}: {format_message(error)}"
         return FirstBatchError(message, list_user_frames(error), format_traceback(error), part, purpose)
 
     batch = run_guarded(load, explain)

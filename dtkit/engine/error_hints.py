@@ -88,8 +88,12 @@ def add_general_hint(error: BaseException) -> bool:
 def _explain_name(error: BaseException) -> str | None:
     if type(error) is not NameError:  # an UnboundLocalError is a mistake within the function
         return None
+    in_text = re.search(r"name '(\w+)' is not defined", str(error))  # all that a DataLoader's worker sends
+    name = error.name or (in_text and in_text[1])
+    if not name:
+        return None
     return (
-        f"{error.name!r} is not defined where this ran. Is it defined in a later cell? Functions take along what they "
+        f"{name!r} is not defined where this ran. Is it defined in a later cell? Functions take along what they "
         "use from the notebook as it is when they are sent. Run the cell that defines the name first, or import it "
         "inside the function"
     )

@@ -45,7 +45,7 @@ def _describe(error: Exception) -> Failure:
     return Failure(
         rank=get_session().state.rank,
         host=socket.gethostname(),
-        type=type(error).__name__,
+        type=error_report.name_error(error),
         message=error_report.format_message(error),
         traceback=error_report.format_traceback(error),
         user_frames=error_report.list_user_frames(error),

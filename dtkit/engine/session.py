@@ -89,7 +89,7 @@ class Session:
             from dtkit.engine.error_hints import add_general_hint
 
             add_general_hint(error)
-        name, details = type(error).__name__, error_report.format_traceback(error)
+        name, details = error_report.name_error(error), error_report.format_traceback(error)
         frames, is_victim = error_report.list_user_frames(error), is_lost_peer_error(error)
         if isinstance(error, ScriptError):  # another process has the error itself
             name, details, is_victim = error.kind, error.details, is_lost_peer_error(RuntimeError(str(error)))

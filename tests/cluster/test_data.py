@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
 import os
+import re
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +19,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import dtkit
+from dtkit._util.notebook import name_code
 from dtkit.errors import FirstBatchError
 from dtkit.rpc.engine_group import EngineGroup
 from tests.support import small
 from tests.support.marks import slow
+from tests.support.notebook_dataset import BAD_LINE, CELL, CELL_FILE, make_notebook_dataset
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -217,6 +221,27 @@ def test_failing_worker_process_names_rank_and_row(cluster2: dtkit.Cluster):
     assert "while rank 1 was loading step 1: rows 40, 41" in str(caught.value)
     run.release()
     small.check_usable(cluster2)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_error_of_a_dataset_of_the_notebook_shows_its_cell(
+    cluster2: dtkit.Cluster, monkeypatch: pytest.MonkeyPatch, num_workers: int
+):
+    statement = "raise OSError(5, 'disk is gone', 'a.png')"
+    source = CELL.format(statement=statement, bad=40).splitlines(keepends=True)
+    monkeypatch.setitem(linecache.cache, CELL_FILE, (1, None, source, CELL_FILE))  # as a kernel has its cells
+    rows = cluster2.partition(make_notebook_dataset(statement, bad=40))
+    run = small.train(cluster2, rows=rows, num_workers=num_workers, shuffle=None)
+    with pytest.raises(dtkit.errors.EngineError) as caught:
+        run.wait(60)
+    first, *others = str(caught.value).splitlines()
+    assert re.fullmatch(r"rank 1 on .*, step 1: OSError: \[Errno 5\] disk is gone: 'a.png'", first)
+    assert others[0] == "the Dataset raised this for row 40"
+    assert others[1].startswith("while rank 1 was loading step 1: rows 40, 41")
+    assert others[2:4] == [f"  {name_code(CELL_FILE)}, line {BAD_LINE}, in __getitem__", f"    {statement}"]
+    assert not any(word in line for line in others for word in ("torch", "worker", "left out"))
+    assert "in _load_sample" in caught.value.full
+    run.release()
 
 
 def test_workers_for_arrays_are_refused(cluster2: dtkit.Cluster):

@@ -5,22 +5,36 @@ from __future__ import annotations
 import traceback
 
 from dtkit._util.guard import run_guarded
+from dtkit.engine.observe.worker_error import parse_worker_error
 from dtkit.health.frames import ENTRY_FILES, classify_file
 
 _MAX_MESSAGE_CHARS = 4000  # ten times as many for a traceback
 
 
+def name_error(error: BaseException) -> str:
+    """Return the name of an error's type: the one that was raised, also where a DataLoader's worker raised it."""
+    raised = parse_worker_error(_stringify_error(error))
+    return type(error).__name__ if raised is None else raised.type
+
+
 def format_message(error: BaseException) -> str:
     """Return an error's message, with its notes. If it wraps the user's, as in torch's pipelining, name that first."""
-    text, cause = "\n".join([_stringify_error(error).strip(), *getattr(error, "__notes__", ())]), error
+    text, cause = "\n".join([_format_raised(error), *getattr(error, "__notes__", ())]), error
     while cause.__cause__ is not None:
         cause = cause.__cause__
     if cause is error:
         return _shorten_middle(text, _MAX_MESSAGE_CHARS)
     head, _, rest = text.partition("\n")
     return _shorten_middle(
-        f"{head} Caused by {type(cause).__name__}: {_stringify_error(cause)}\n{rest}".rstrip(), _MAX_MESSAGE_CHARS
+        f"{head} Caused by {name_error(cause)}: {_format_raised(cause)}\n{rest}".rstrip(), _MAX_MESSAGE_CHARS
     )
+
+
+def _format_raised(error: BaseException) -> str:
+    """Return the message without notes, as it was where the error was raised: here, or in a DataLoader's worker."""
+    text = _stringify_error(error)
+    raised = parse_worker_error(text)
+    return text.strip() if raised is None else raised.message
 
 
 def _stringify_error(error: BaseException) -> str:
@@ -36,13 +50,15 @@ def format_traceback(error: BaseException) -> str:
 
 
 def list_user_frames(error: BaseException) -> tuple[tuple[str, int, str, str], ...]:
-    """Return (file, line, function, source) of the user's own frames, outermost first."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return tuple(
-        (frame.filename, frame.lineno or 0, frame.name, frame.line or "")
-        for frame in frames
-        if classify_file(frame.filename) == "user"
-    )
+    """Return (file, line, function, source) of the user's own frames, outermost first.
+
+    Frames of a DataLoader's worker follow those of this process.
+    """
+    frames = [(f.filename, f.lineno or 0, f.name, f.line or "") for f in traceback.extract_tb(error.__traceback__)]
+    raised = parse_worker_error(_stringify_error(error))
+    if raised is not None:
+        frames += raised.frames
+    return tuple(frame for frame in frames if classify_file(frame[0]) == "user")
 
 
 def _shorten_middle(text: str, max_chars: int) -> str:

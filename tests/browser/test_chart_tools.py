@@ -340,6 +340,24 @@ def test_a_saved_table_has_each_step_that_the_page_has(page: Page):
     ]
 
 
+def test_the_table_of_a_zoom_has_no_later_validation(page: Page):
+    """Its last row had all validations after the zoom."""
+    run = FakeSource(ranks=2)
+    run.advance(300)
+    for step in (150, 280):
+        run.history.add(Evaluation(step, 100, {"loss": 0.7}))
+    view = StaticView(page, run)
+    left, right, y = get_plot(view)
+    page.mouse.move(left + (right - left) / 3, y)
+    page.mouse.down()
+    page.mouse.move(left + (right - left) * 2 / 3, y, steps=4)
+    page.mouse.up()
+    expect(view.root.get_by_test_id("reset-zoom")).to_be_visible()
+    rows = list(csv.reader(save(page, view, LOSS, "csv").splitlines()))
+    assert len(rows) < 200
+    assert [row[-1] for row in rows[1:] if row[-1]] == ["150"]
+
+
 def test_panel_fills_the_screen_and_returns(page: Page):
     view = make_view(page)
     view.root.get_by_test_id("smoothing").fill("0.8")

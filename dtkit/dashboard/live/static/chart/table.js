@@ -3,8 +3,8 @@
 import { smoothing } from "./lines.js";
 
 /**
- * Return values as rows of a table, the first with the names of the columns: a row for each step, or for several ones, of
- * which it has the mean, the lowest and the highest. Validations are in the row of the step before them.
+ * Return values in sight as rows of a table, the first with the names of the columns: a row for each step, or for several
+ * ones, of which it has the mean, the lowest and the highest. Validations are in the row of the step before them.
  */
 export function listValues(view, overall) {
   const { grain, layout, options, store, axis, points = [] } = view, isMean = hasSeveral(grain), isStep = axis.label === "step";
@@ -17,7 +17,9 @@ export function listValues(view, overall) {
   const rows = [[...namePlaces(view, isMean), ...(isStep ? [] : [axis.label]), ...names, ...(hasPoints ? ["validation", "validation after steps"] : [])]];
   const write = (v) => (Number.isNaN(v) ? "" : v);
   for (let at = 0; at < grain.used; at++) {
-    const span = grain.span(at), place = [...(isMean ? span : span.slice(1)), ...(isStep ? [] : [axis.of(span[1])])], values = [];
+    const span = grain.span(at);
+    if (span[1] < view.frame.first || span[0] > view.frame.end) continue; // outside of a zoom
+    const place = [...(isMean ? span : span.slice(1)), ...(isStep ? [] : [axis.of(span[1])])], values = [];
     for (let line = 0; line <= last; line++) values.push(...parts.map((which) => write(grain.value(line, at, which))));
     const validated = hasPoints ? pointsAfter(grain, at, points).map(({ step, value }) => [value, step]) : [], [own = hasPoints ? ["", ""] : [], ...further] = validated;
     rows.push([...place, ...values, ...own], ...further.map((point) => [...place, ...values.map(() => ""), ...point]));
@@ -35,7 +37,7 @@ function namePlaces({ options: { axis, stepName = "step" } }, isMean) {
 }
 /** Return the validations after the steps of a row: a validation's step is the number of steps before it, of which the first is step 0. */
 function pointsAfter(grain, at, points) {
-  const first = grain.span(at)[0], next = at + 1 < grain.used ? grain.span(at + 1)[0] : Infinity;
+  const [first, last] = grain.span(at), next = at + 1 < grain.used ? grain.span(at + 1)[0] : last + 1;
   return points.filter(({ step }) => Math.max(0, step - 1) >= first && Math.max(0, step - 1) < next);
 }
 

@@ -29,7 +29,7 @@ _FOLLOWING = ("parameters", "samples", "steps", "seed")
 
 
 def label_by_settings(names: Sequence[str], specs: Sequence[RunSpec | None], histories: Sequence[History]) -> list[str]:
-    """Return the names; equal ones get the setting, or the two, that tell their runs apart, if these are short.
+    """Return the names; equal ones get the setting, or the two, that tell most of their runs apart, if these are short.
 
     Where all names are equal, the settings alone are the label.
     """
@@ -43,25 +43,26 @@ def label_by_settings(names: Sequence[str], specs: Sequence[RunSpec | None], his
 
 
 def _tell_apart(specs: Sequence[RunSpec | None], histories: Sequence[History]) -> tuple[str, ...]:
-    """Return a text for each run, all different; nothing where no short ones are."""
+    """Return a text for each run, as many different ones as possible; nothing where all would be equal or long."""
     if len(specs) < 2 or any(spec is None for spec in specs):
         return ()
     rates = list_rate_differences(specs, histories)
     if any(formatting.UNKNOWN in row for row in rates):  # some runs have no step yet
         rates = list_rate_differences(specs, [])
     rows = [*list_differences(specs), *rates]
-    return next(_list_candidates(rows), ())
+    texts = max(_list_candidates(rows), key=lambda texts: len(set(texts)), default=())  # of equal ones, the first
+    return texts if len(set(texts)) > 1 else ()
 
 
 def _list_candidates(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    """Yield the texts of each setting, then of each two, that tell all runs apart; those that users vary come first."""
+    """Yield the texts of each setting, then of each two, if they are short; those that users vary come first."""
     by_name = {name: [_format_setting(name, value) for value in values] for name, *values in rows}
     ordered = sorted(by_name, key=lambda name: (name in _FOLLOWING, _SHORT_NAMES.get(name) != "lr"))
     for count in (1, 2):
         for chosen in itertools.combinations(ordered, count):
             columns = [texts for name, texts in by_name.items() if name in chosen]  # in the order of the table
             labels = tuple(", ".join(texts) for texts in zip(*columns, strict=True))
-            if len(set(labels)) == len(labels) and max(map(len, labels)) <= _MAX_CHARS:
+            if max(map(len, labels)) <= _MAX_CHARS:
                 yield labels
 
 

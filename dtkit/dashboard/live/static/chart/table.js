@@ -11,7 +11,7 @@ export function listValues(view, overall) {
   const last = options.lineName ? layout.nodes - 1 : layout.nodes; // runs have no line over all
   const parts = grain.wide > 1 || layout.banded ? [1, 0, 2] : [1], names = [], hasPoints = Boolean(options.pointName && points.length);
   for (let line = 0; line <= last; line++) {
-    const name = line === layout.nodes ? overall : layout.banded ? "nodes" : options.lineName?.(store, line) ?? `node ${line}`;
+    const name = line === layout.nodes ? (parts.length > 1 && overall === "mean" ? "all nodes" : overall) : layout.banded ? "nodes" : options.lineName?.(store, line) ?? `node ${line}`;
     names.push(...(parts.length > 1 ? [`${name} mean`, `${name} lowest`, `${name} highest`] : [isMean && name !== "mean" ? `${name} mean` : name]));
   }
   const rows = [[...namePlaces(view, isMean), ...(isStep ? [] : [axis.label]), ...names, ...(hasPoints ? ["validation", "validation after steps"] : [])]];

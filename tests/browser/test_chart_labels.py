@@ -66,7 +66,7 @@ def test_names_of_runs_that_end_early_lie_on_no_line(page: Page, num_runs: int):
         assert chart.evaluate(_OVERLAPPING) == []
         numbers = chart.locator(".dtk-badge text").all_text_contents()
         titles = chart.locator(".dtk-badge title").all_text_contents()
-        assert titles == [f"ParameterAveraging(every={number})" for number in numbers]
+        assert titles == [f"{number}: ParameterAveraging(every={number})" for number in numbers]
         assert len(numbers) in {0, num_runs - -(-num_runs // 4)}
 
 

@@ -270,6 +270,7 @@ def test_how_to_pages_run_as_described(how_to: NotebookNode):
     assert "1 of 2 ['--epochs', '3']" in shown
     assert get_cell_output(how_to, 'resume_from="resumable"').endswith("True\n")
     assert "lr 0.02" in get_cell_output(how_to, "dtkit.compare(variants")
-    grouped = get_cell_output(how_to, 'frame.groupby("first learning rate")').splitlines()[-3:]
-    assert [(float(line.split()[0]), int(line.split()[-1])) for line in grouped if line] == [(0.02, 3), (0.1, 3)]
+    grouped = get_cell_output(how_to, 'frame.groupby("first learning rate")').split("\n")
+    rows = [line.split() for line in grouped if line][-2:]
+    assert [(float(row[0]), int(row[-1])) for row in rows] == [(0.02, 3), (0.1, 3)]
     assert "array(" in get_cell_output(how_to, 'noted.history.scalar("output_norm")')

@@ -38,7 +38,7 @@ _VERY_LARGE = 1e15  # no loss of a training with usual numbers is as large
 _BACK_AT_START = 0.8  # share of the start's loss; a network whose units all died is a little below it
 _MIN_BLOCK_SAMPLES = 64  # of the best and of the present; with fewer samples, a few easy ones are a block of their own
 _BACK_RATIO = 2  # to its best loss, below which a run is back
-_ABOVE_START = 1.1  # times the first loss; above it, nothing of what was learned is left
+_ABOVE_START = 1.1  # times the first loss; a run above it has lost all that it learned
 _AWAY_RATIO = 4  # to its best loss, above which a run that diverged has left it; a plateau below is no departure
 _EARLY_STEPS = 256  # among which a loss that can be negative is so
 

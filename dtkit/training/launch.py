@@ -112,11 +112,7 @@ def _unwrap_data_loader(data: Any, config: TrainConfig) -> tuple[Any, TrainConfi
     completed = config.complete_by(settings)
     size = completed.batch_size or settings.batch_size
     taken = dataclasses.replace(settings, batch_size=size, num_workers=completed.num_workers)
-    own = (
-        ""
-        if taken.batch_size == settings.batch_size
-        else f"; batch_size= of the call replaces its {settings.batch_size}"
-    )
+    own = "" if size == settings.batch_size else f"; batch_size= of the call replaces its {settings.batch_size}"
     print(f"DataLoader: {taken}{own}")  # noqa: T201 - what is taken over is said
     return settings.dataset, completed
 
